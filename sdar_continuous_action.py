@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -208,7 +209,19 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
     except (gym.error.Error, ImportError, TypeError) as error:
         reason = " ".join(str(error).split())
         fail(f"cannot make --env-id {env_id}: {reason} (gymnasium.pprint_registry() lists the tasks installed)")
+    if env_id.startswith("BipedalWalker"):
+        env = FreshWorld(env)
     return flatten_observations(rescale_actions(env, env_id), env_id)
+
+
+class FreshWorld(gym.Wrapper):
+    """A new Box2D world for each episode: BipedalWalker's keeps traces of earlier ones, so that a seed would not do."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        task = self.unwrapped
+        task._destroy()
+        task.world = type(task.world)()
+        return self.env.reset(**kwargs)
 
 
 def rescale_actions(env: gym.Env, env_id: str) -> gym.Env:
@@ -512,10 +525,12 @@ def adam(parameters: Any, learning_rate: float, device: torch.device) -> torch.o
     return torch.optim.Adam(parameters, lr=learning_rate, fused=fused, capturable=device.type == "cuda")
 
 
-def minimise(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad()
+def minimise(loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @torch.no_grad()
@@ -600,15 +615,14 @@ class Agent(nn.Module):
         """One critic update and, every policy_frequency steps, the policy block of Algorithm 1."""
         args = self.args
         loss, metrics = self.critic_loss(batch)
-        minimise(self.optimizers["critics"], loss)
+        minimise(loss, self.optimizers["critics"])
         update_policies = step % args.policy_frequency == 0
         if update_policies:
             for _ in range(args.policy_frequency if args.compensate_policy_delay else 1):
-                loss, temperatures, policy_metrics = self.policy_loss(batch)
-                minimise(self.optimizers["policy"], loss)
-                minimise(self.optimizers["alphas"], temperatures)
+                loss, policy_metrics = self.policy_loss(batch)
+                minimise(loss, self.optimizers["policy"], self.optimizers["alphas"])
             loss, selection_metrics = self.selection_loss(batch)
-            minimise(self.optimizers["selection"], loss)
+            minimise(loss, self.optimizers["selection"])
             metrics = {**metrics, **policy_metrics, **selection_metrics}
         if update_policies or args.compensate_policy_delay:
             soft_update(self.target_parameters, self.critic_parameters, args.tau)
@@ -637,8 +651,8 @@ class Agent(nn.Module):
         }
         return q1_loss + q2_loss, metrics
 
-    def policy_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Eq. 7 for π, with b ~ β and no gradient through b, and Eq. 10 for both temperatures."""
+    def policy_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Eq. 7 for π, with b ~ β and no gradient through b, plus Eq. 10 for both temperatures."""
         with torch.no_grad():
             selection_logits = self.selection(batch["obs"], batch["prev_actions"])
             first = batch["first"].bool()
@@ -646,19 +660,18 @@ class Agent(nn.Module):
             entropy_selection = masked_mean(selection_entropy(selection_logits), ~first)
         actions, log_prob = act_given_mask(self.policy, batch["obs"], batch["prev_actions"], act_mask)
         log_prob = self.joint_log_prob(log_prob, act_mask)
-        loss = -action_objective(self.clipped_value(batch["obs"], actions), log_prob, self.alpha_action).mean()
+        policy_loss = -action_objective(self.clipped_value(batch["obs"], actions), log_prob, self.alpha_action).mean()
         entropy_action = -log_prob.detach().mean()
-        temperatures = temperature_loss(
-            self.log_alpha_selection, entropy_selection, self.target_entropy_selection
-        ) + temperature_loss(self.log_alpha_action, entropy_action, self.target_entropy_action)
+        alpha_loss = temperature_loss(self.log_alpha_selection, entropy_selection, self.target_entropy_selection)
+        alpha_loss = alpha_loss + temperature_loss(self.log_alpha_action, entropy_action, self.target_entropy_action)
         metrics = {
-            "losses/actor_loss": loss.detach(),
-            "losses/alpha_loss": temperatures.detach(),
+            "losses/actor_loss": policy_loss.detach(),
+            "losses/alpha_loss": alpha_loss.detach(),
             "losses/action_entropy": entropy_action,
             "alpha/selection": self.alpha_selection,
             "alpha/action": self.alpha_action,
         }
-        return loss, temperatures, metrics
+        return policy_loss + alpha_loss, metrics  # they share no parameter: one backward pass serves both
 
     def selection_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Eq. 8 or Eq. 9 for β over the rows that have a previous action."""
@@ -738,6 +751,8 @@ def play_episode(
         if film:
             frames.append(env.render())
         action, memory = agent.act(obs, memory, mode)
+        if not np.isfinite(action).all():
+            raise NotFinite("an evaluation's action")
         obs, reward, terminated, truncated, _ = env.step(action)
         actions.append(action)
         total_reward += float(reward)
@@ -833,6 +848,10 @@ def save_file(path: Path, contents: dict[str, Any]) -> None:
 def load_file(path: Path) -> dict[str, Any]:
     """A checkpoint.pt or agent.pt of this script. Nothing in the file is executed, whoever made it."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged_record = archive.testzip()  # torch.load does not look at the checksums
+        if damaged_record is not None:
+            raise zipfile.BadZipFile(damaged_record)
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         fail(f"there is no {path}")
@@ -1013,8 +1032,12 @@ class Run:
         else:
             self.create()
         self.lock()
-        self.finished = (self.directory / "agent.pt").exists()
-        self.restored = args.resume and not self.finished and self.restore()
+        try:
+            self.finished = (self.directory / "agent.pt").exists()
+            self.restored = args.resume and not self.finished and self.restore()
+        except BaseException:
+            os.close(self.lock_handle)
+            raise
 
     def create(self) -> None:
         if self.directory.exists():
@@ -1033,6 +1056,7 @@ class Run:
         try:
             fcntl.flock(self.lock_handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(self.lock_handle)
             fail(f"{self.directory} is being written by another process")
 
     # The clock.

@@ -1,0 +1,541 @@
+"""SDAR's equations against separate, slow and obvious computations."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import sdar_continuous_action as sdar
+from tests.conftest import TINY
+
+OBS, ACT, BATCH = 3, 2, 6
+
+
+def make_agent(obs_dim=OBS, act_dim=ACT, device="cpu", **options) -> sdar.Agent:
+    torch.manual_seed(0)
+    args = sdar.Args(**{**TINY, "batch_size": BATCH, **options})
+    return sdar.Agent(obs_dim, act_dim, args, torch.device(device))
+
+
+def make_batch(seed=0, obs_dim=OBS, act_dim=ACT, batch=BATCH, dtype=torch.float32, device="cpu"):
+    g = torch.Generator().manual_seed(seed)
+    first = torch.zeros(batch)
+    first[::3] = 1
+    rows = {
+        "obs": torch.randn(batch, obs_dim, generator=g),
+        "prev_actions": (torch.rand(batch, act_dim, generator=g) * 2 - 1) * (1 - first[:, None]),
+        "actions": torch.rand(batch, act_dim, generator=g) * 2 - 1,
+        "rewards": torch.randn(batch, generator=g),
+        "next_obs": torch.randn(batch, obs_dim, generator=g),
+        "terminated": (torch.arange(batch) % 2).float(),
+        "first": first,
+    }
+    return {name: value.to(device, dtype) for name, value in rows.items()}
+
+
+# Plain numpy networks, written from the text: (s, a) -> ReLU -> ReLU -> out.
+
+
+def mlp(net, obs, action):
+    weights = {name: value.detach().double().numpy() for name, value in net.state_dict().items()}
+    x = np.concatenate([obs, action])
+    for layer in ("fc1", "fc2"):
+        x = np.maximum(weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"], 0)
+    return weights["fc3.weight"] @ x + weights["fc3.bias"]
+
+
+def policy(agent, obs, mixed):
+    out = mlp(agent.policy, obs, mixed)
+    mean, raw = out[: len(out) // 2], out[len(out) // 2 :]
+    return mean, np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
+
+
+def log_density(action, mean, std):
+    """Of tanh(u), u ~ N(mean, std), by the change of variables, naively."""
+    u = np.arctanh(action)
+    normal = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
+    return np.log(normal / (1 - action**2))
+
+
+def value(critics, obs, action):
+    return min(mlp(q, obs, action)[0] for q in critics)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.fixture
+def no_noise(monkeypatch):
+    """â is tanh(mean) everywhere, so that a slow computation can know it."""
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
+
+
+floats = st.floats(-1, 1, width=32)
+vectors = st.integers(1, 8).flatmap(
+    lambda n: st.tuples(
+        hnp.arrays(np.float32, n, elements=floats),
+        hnp.arrays(np.float32, n, elements=floats),
+        hnp.arrays(bool, n),
+    )
+)
+
+
+@given(vectors)
+def test_mix_repeats_bit_for_bit(case):
+    prev, candidate, mask = (torch.from_numpy(x) for x in case)
+    action = sdar.mix(mask, prev, candidate)
+    bits = action.view(torch.int32)
+    assert torch.equal(bits[~mask], prev.view(torch.int32)[~mask])
+    assert torch.equal(bits[mask], candidate.view(torch.int32)[mask])
+    assert torch.all((action - prev) * ~mask == 0)  # the statement of Appendix A
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.sampled_from(["decoupled", "joint"]))
+def test_two_stage_policy_keeps_repeated_dimensions(seed, act_dim, selection):
+    """Appendix A for the whole decision, with a trained-looking β and π."""
+    agent = make_agent(act_dim=act_dim, selection=selection)
+    torch.manual_seed(seed)
+    obs, prev = torch.randn(20, OBS), torch.rand(20, act_dim) * 2 - 1
+    mask = sdar.sample_act_mask(torch.randn(20, agent.bits))
+    action, _ = sdar.act_given_mask(agent.policy, obs, prev, mask)
+    repeats = ~mask.expand(20, act_dim)
+    assert torch.equal(action[repeats], prev[repeats])
+    assert (action[~repeats] != prev[~repeats]).all()
+
+
+def test_action_policy_does_not_see_the_previous_action_of_acting_dimensions():
+    agent = make_agent()
+    obs, mask = torch.randn(1, OBS), torch.tensor([[True, False]])
+    seen = []
+    agent.policy.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].clone()))
+    for prev in (torch.tensor([[0.3, 0.5]]), torch.tensor([[-0.9, 0.5]])):
+        sdar.act_given_mask(agent.policy, obs, prev, mask)
+    assert torch.equal(seen[0], torch.tensor([[-2.0, 0.5]]))
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_squashed_gaussian_integrates_to_one_and_has_the_sampled_moments():
+    for mean, log_std in [(0.0, 0.0), (1.5, -1.0), (-0.7, 0.4)]:
+        u = torch.linspace(mean - 12 * math.exp(log_std), mean + 12 * math.exp(log_std), 200_001, dtype=torch.float64)
+        m, s = torch.full_like(u, mean), torch.full_like(u, log_std)
+        action, log_prob = sdar.squashed_gaussian(m, s, (u - mean) / math.exp(log_std))
+        keep = action.abs() < 1
+        density = log_prob.exp()[keep]
+        assert torch.trapezoid(density, action[keep]).item() == pytest.approx(1, abs=1e-4)
+        torch.manual_seed(0)
+        sampled, _ = sdar.squashed_gaussian(m, s, torch.randn_like(m))
+        mean_by_integral = torch.trapezoid(density * action[keep], action[keep]).item()
+        assert mean_by_integral == pytest.approx(sampled.mean().item(), abs=0.01)
+
+
+def test_squashed_gaussian_is_finite_far_out():
+    action, log_prob = sdar.squashed_gaussian(torch.tensor([60.0, -60.0]), torch.zeros(2), torch.zeros(2))
+    assert torch.isfinite(log_prob).all()
+    # log(1 - tanh²(u)) → 2 log 2 - 2|u|
+    assert log_prob[0].item() == pytest.approx(-0.5 * math.log(2 * math.pi) - 2 * math.log(2) + 120, rel=1e-5)
+    assert torch.equal(action, torch.tensor([1.0, -1.0]))
+
+
+def test_selection_log_prob_and_entropy_against_torch_distributions():
+    torch.manual_seed(0)
+    logits = torch.cat([torch.randn(50, 4) * 3, torch.tensor([[-30.0, 30.0, 0.0, 5.0]])]).double()
+    bernoulli = torch.distributions.Independent(torch.distributions.Bernoulli(logits=logits), 1)
+    mask = bernoulli.sample()
+    torch.testing.assert_close(sdar.selection_log_prob(logits, mask.bool()), bernoulli.log_prob(mask))
+    torch.testing.assert_close(sdar.selection_entropy(logits), bernoulli.entropy())
+
+
+def test_sample_act_mask_has_the_right_frequencies():
+    torch.manual_seed(0)
+    logits = torch.tensor([[-2.0, 0.0, 3.0]])
+    mask = sdar.sample_act_mask(logits, 40_000)
+    assert mask.shape == (40_000, 1, 3)
+    expected = torch.sigmoid(logits[0])
+    error = (expected * (1 - expected) / 40_000).sqrt()
+    assert ((mask[:, 0].float().mean(0) - expected).abs() < 5 * error).all()
+
+
+def test_all_schemas_enumerates_every_mask_once():
+    for bits in (1, 2, 5):
+        schemas = {tuple(int(b) for b in row[0]) for row in sdar.all_schemas(bits)}
+        assert schemas == set(itertools.product((0, 1), repeat=bits))
+
+
+def brute_force_objective(logits, f):
+    """Σ_b β(b)·f(b) and its gradient in the logits, f a dict from tuples of bits to a number, one state."""
+    p = sigmoid(logits)
+    total, gradient = 0.0, np.zeros_like(logits)
+    for b, fb in f.items():
+        probability = np.prod([p[i] if bit else 1 - p[i] for i, bit in enumerate(b)])
+        total += probability * fb
+        gradient += probability * fb * (np.array(b) - p)
+    return total, gradient
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 5])
+def test_exact_objective_against_enumeration(bits):
+    rng = np.random.default_rng(bits)
+    logits = torch.tensor(rng.normal(size=(7, bits)) * 2, requires_grad=True)
+    schemas = sdar.all_schemas(bits)
+    values = torch.tensor(rng.normal(size=(2**bits, 7)) * 50 + 300)
+    objective = sdar.exact_selection_objective(logits, schemas, values)
+    objective.sum().backward()
+    for row in range(7):
+        f = {tuple(int(x) for x in schemas[k, 0]): values[k, row].item() for k in range(2**bits)}
+        total, gradient = brute_force_objective(logits[row].detach().numpy(), f)
+        assert objective[row].item() == pytest.approx(total, rel=1e-12)
+        np.testing.assert_allclose(logits.grad[row].numpy(), gradient, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_sampled_objective_has_the_exact_gradient_on_average(baseline):
+    gradients, exact = sampled_gradients(baseline, draws=40_000)
+    error = gradients.std(0) / math.sqrt(len(gradients))
+    assert ((gradients.mean(0) - exact).abs() < 4.5 * error).all()
+
+
+def sampled_gradients(baseline, draws, samples=10):
+    """One state's gradient estimates and the exact gradient, with Q values of the size that tasks have."""
+    torch.manual_seed(1)
+    logits = torch.tensor([[0.3, -1.2, 0.8, 0.0]], dtype=torch.float64)
+    schemas = sdar.all_schemas(4)
+    table = 300 + 5 * torch.randn(16, dtype=torch.float64)
+    many = logits.expand(draws, -1).clone().requires_grad_()
+    masks = sdar.sample_act_mask(many.detach(), samples)
+    index = (masks * torch.tensor([1, 2, 4, 8])).sum(-1)
+    sdar.sampled_selection_objective(many, masks, table[index], baseline).sum().backward()
+    f = {tuple(int(x) for x in schemas[k, 0]): table[k].item() for k in range(16)}
+    return many.grad, torch.tensor(brute_force_objective(logits[0].numpy(), f)[1])
+
+
+def test_baseline_lowers_the_variance():
+    with_baseline, _ = sampled_gradients(True, draws=4000)
+    plain, _ = sampled_gradients(False, draws=4000)
+    assert with_baseline.var(0).sum() * 100 < plain.var(0).sum()
+
+
+def test_baseline_is_the_mean_of_the_others():
+    values = torch.tensor([[1.0], [2.0], [6.0]])
+    masks = torch.tensor([[[True]], [[False]], [[True]]])
+    logits = torch.tensor([[0.4]], requires_grad=True)
+    sdar.sampled_selection_objective(logits, masks, values, True).sum().backward()
+    p = sigmoid(0.4)
+    advantages = [1 - 4, 2 - 3.5, 6 - 1.5]
+    expected = np.mean([a * (bit - p) for a, bit in zip(advantages, [1, 0, 1], strict=True)])
+    assert logits.grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mask_repeated", [False, True])
+def test_exact_selection_loss_against_brute_force(no_noise, mask_repeated):
+    """The whole of Eq. 8, networks included, in float64, row by row and schema by schema."""
+    agent = make_agent(mask_repeated_logprob=mask_repeated).double()
+    agent.frozen_critics = (agent.q1, agent.q2)
+    with torch.no_grad():
+        agent.log_alpha_selection.fill_(-0.3)
+        agent.log_alpha_action.fill_(0.4)
+    batch = make_batch(dtype=torch.float64)
+    loss, _ = agent.selection_loss(batch)
+    rows = []
+    for i in range(BATCH):
+        obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
+        if batch["first"][i]:
+            continue
+        p = sigmoid(mlp(agent.selection, obs, prev))
+        total = 0.0
+        for b in itertools.product((0, 1), repeat=ACT):
+            probability = np.prod([p[j] if b[j] else 1 - p[j] for j in range(ACT)])
+            mean, std = policy(agent, obs, np.where(b, -2.0, prev))
+            candidate = np.tanh(mean)
+            densities = log_density(candidate, mean, std)
+            log_pi = sum(densities[j] for j in range(ACT) if b[j] or not mask_repeated)
+            q = value((agent.q1, agent.q2), obs, np.where(b, candidate, prev))
+            total += probability * (q - math.exp(0.4) * log_pi - math.exp(-0.3) * math.log(probability))
+        rows.append(total)
+    assert loss.item() == pytest.approx(-np.mean(rows), rel=1e-6)
+
+
+def test_sampled_selection_loss_estimates_the_exact_one(no_noise):
+    exact, sampled = make_agent(), make_agent(selection_objective="sampled", num_selection_samples=10)
+    batch = {name: value.repeat(2000, *[1] * (value.dim() - 1)) for name, value in make_batch().items()}
+    gradients = []
+    for agent in (exact, sampled):
+        loss, _ = agent.selection_loss(batch)
+        gradients.append(torch.autograd.grad(loss, agent.selection.fc3.weight)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=2e-3)
+
+
+def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0):
+    """Eq. 6 with β replaced by its mode."""
+    obs, prev = batch["next_obs"][i].numpy(), batch["actions"][i].numpy()
+    p = sigmoid(mlp(agent.selection, obs, prev))
+    b = p > 0.5
+    mean, std = policy(agent, obs, np.where(b, -2.0, prev))
+    candidate = np.tanh(mean)
+    q = value((agent.q1_target, agent.q2_target), obs, np.where(b, candidate, prev))
+    bonus = (
+        -alpha_action * log_density(candidate, mean, std).sum() - alpha_selection * np.log(np.where(b, p, 1 - p)).sum()
+    )
+    return batch["rewards"][i].item() + 0.99 * (1 - batch["terminated"][i].item()) * (q + bonus)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy):
+    monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
+    agent = make_agent(entropy_in_target=entropy).double()
+    with torch.no_grad():
+        agent.log_alpha_selection.fill_(-0.3)
+        agent.log_alpha_action.fill_(0.4)
+        for p in agent.target_parameters:
+            p.add_(0.1 * torch.randn_like(p) + 0.05)  # targets of their own
+    batch = make_batch(dtype=torch.float64)
+    loss, _ = agent.critic_loss(batch)
+    alphas = {"alpha_selection": math.exp(-0.3), "alpha_action": math.exp(0.4)} if entropy else {}
+    expected = 0.0
+    for i in range(BATCH):
+        target = critic_target_by_hand(agent, batch, i, **alphas)
+        for q in (agent.q1, agent.q2):
+            expected += (mlp(q, batch["obs"][i].numpy(), batch["actions"][i].numpy())[0] - target) ** 2 / BATCH
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_policy_loss_against_brute_force(no_noise, monkeypatch):
+    monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
+    agent = make_agent().double()
+    agent.frozen_critics = (agent.q1, agent.q2)
+    with torch.no_grad():
+        agent.log_alpha_action.fill_(0.4)
+    batch = make_batch(dtype=torch.float64)
+    loss, metrics = agent.policy_loss(batch)
+    terms, entropies_action, entropies_selection = [], [], []
+    for i in range(BATCH):
+        obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
+        p = sigmoid(mlp(agent.selection, obs, prev))
+        b = np.ones(ACT, bool) if batch["first"][i] else p > 0.5
+        mean, std = policy(agent, obs, np.where(b, -2.0, prev))
+        log_pi = log_density(np.tanh(mean), mean, std).sum()
+        terms.append(math.exp(0.4) * log_pi - value((agent.q1, agent.q2), obs, np.where(b, np.tanh(mean), prev)))
+        entropies_action.append(-log_pi)
+        if not batch["first"][i]:
+            entropies_selection.append(-(p * np.log(p) + (1 - p) * np.log(1 - p)).sum())
+    assert metrics["losses/actor_loss"].item() == pytest.approx(np.mean(terms), rel=1e-6)
+    gradients = torch.autograd.grad(loss, [agent.log_alpha_selection, agent.log_alpha_action])
+    assert gradients[0].item() == pytest.approx(np.mean(entropies_selection) - 0.5 * ACT * math.log(2), rel=1e-6)
+    assert gradients[1].item() == pytest.approx(np.mean(entropies_action) + ACT, rel=1e-6)
+
+
+@pytest.mark.parametrize(("bias", "grows"), [(0.0, False), (8.0, True)])
+def test_selection_temperature_moves_the_right_way(bias, grows):
+    """β uniform has more entropy than its target, so α_β must fall; β nearly certain has less, so it must rise."""
+    agent = make_agent()
+    with torch.no_grad():
+        agent.selection.fc3.weight.zero_()
+        agent.selection.fc3.bias.fill_(bias)
+    agent.update(make_batch(), step=2)
+    assert (agent.log_alpha_selection.item() > 0) == grows
+
+
+@pytest.mark.parametrize(("log_std", "grows"), [(10.0, False), (-10.0, True)])
+def test_action_temperature_moves_the_right_way(log_std, grows):
+    agent = make_agent()
+    with torch.no_grad():
+        agent.policy.fc3.weight.zero_()
+        agent.policy.fc3.bias[:ACT] = 0
+        agent.policy.fc3.bias[ACT:] = log_std / 10 if log_std > 0 else log_std
+    if not grows:  # std e^0.3 or so: about the widest that tanh leaves; its entropy is above -|A|
+        agent.policy.fc3.bias.data[ACT:] = 0.55
+    agent.update(make_batch(), step=2)
+    assert (agent.log_alpha_action.item() > 0) == grows
+
+
+def test_rows_without_a_previous_action_do_not_teach_selection():
+    """Whatever stands in prev_actions of a first row, nothing that learns from it changes."""
+    losses = []
+    for filler in (0.0, 0.9):
+        agent, batch = make_agent(), make_batch()
+        batch["prev_actions"][batch["first"].bool()] = filler
+        torch.manual_seed(3)
+        agent.log_alpha_selection.data.fill_(0.7)
+        loss, _ = agent.policy_loss(batch)
+        selection, _ = agent.selection_loss(batch)
+        losses.append((loss.item(), selection.item()))
+    assert losses[0] == losses[1]
+
+
+def test_first_rows_act_in_every_dimension():
+    agent, batch = make_agent(), make_batch()
+    agent.selection.fc3.bias.data.fill_(-30)  # β repeats everything that it may
+    seen = []
+    agent.policy.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].clone()))
+    agent.policy_loss(batch)
+    first = batch["first"].bool()
+    assert (seen[0][first] == -2).all()
+    assert torch.equal(seen[0][~first], batch["prev_actions"][~first])
+
+
+def test_policy_update_leaves_the_critics_alone_and_the_other_way_round():
+    agent, batch = make_agent(), make_batch()
+    agent.policy_loss(batch)[0].backward()
+    assert all(p.grad is None for p in [*agent.critic_parameters, *agent.selection.parameters()])
+    assert all(p.grad is not None for p in agent.policy.parameters())
+    agent.zero_grad()
+    agent.selection_loss(batch)[0].backward()
+    assert all(p.grad is None for p in [*agent.critic_parameters, *agent.policy.parameters()])
+    assert agent.log_alpha_selection.grad is None
+
+
+def test_frozen_critics_follow_the_online_ones():
+    agent, batch = make_agent(), make_batch()
+    for step in (1, 2):
+        agent.update(batch, step)
+    for view, online in zip(agent.frozen_critics, (agent.q1, agent.q2), strict=True):
+        for a, b in zip(view.parameters(), online.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compensate", [True, False])
+def test_policy_delay(compensate):
+    """β, π and the temperatures move every second step; targets at every step, or to the letter with the policies."""
+    agent = make_agent(compensate_policy_delay=compensate)
+    counts = dict.fromkeys(agent.optimizers, 0)
+    for name, optimizer in agent.optimizers.items():
+        optimizer.register_step_post_hook(lambda *_, name=name: counts.update({name: counts[name] + 1}))
+    target = agent.q1_target.fc1.weight
+    moved = []
+    for step in range(1, 5):
+        before = target.clone()
+        agent.update(make_batch(), step)
+        moved.append(not torch.equal(before, target))
+    twice = 2 if compensate else 1
+    assert counts == {"critics": 4, "policy": 2 * twice, "alphas": 2 * twice, "selection": 2}
+    assert moved == ([True] * 4 if compensate else [False, True, False, True])
+
+
+def test_target_networks_move_by_tau():
+    agent = make_agent(tau=0.25)
+    before = [p.clone() for p in agent.target_parameters]
+    agent.update(make_batch(), step=1)
+    for old, new, online in zip(before, agent.target_parameters, agent.critic_parameters, strict=True):
+        torch.testing.assert_close(new, 0.75 * old + 0.25 * online)
+
+
+VARIANTS = {
+    "exact": {},
+    "sampled": {"selection_objective": "sampled"},
+    "plain": {"selection_objective": "sampled", "selection_baseline": False},
+    "joint": {"selection": "joint"},
+    "masked": {"mask_repeated_logprob": True},
+    "entropy": {"entropy_in_target": True},
+    "letter": {"compensate_policy_delay": False},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_update_runs_on_the_meta_device(variant):
+    """No tensor is made elsewhere, nothing waits for a value, no shape depends on data."""
+    agent = make_agent(device="meta", **VARIANTS[variant])
+    batch = make_batch(device="meta")
+    for step in (1, 2, 3, 4):
+        metrics = agent.update(batch, step)
+    assert all(value.device.type == "meta" for value in metrics.values())
+
+
+@pytest.mark.parametrize("variant", ["exact", "sampled"])
+@torch._inductor.config.patch(fallback_random=True)  # the eager random numbers
+def test_compiled_losses_equal_eager_ones(variant):
+    torch._dynamo.reset()
+    eager, fast = (make_agent(compile=c, **VARIANTS[variant]) for c in (False, True))
+    for step in (1, 2, 3, 4):
+        metrics = []
+        for agent in (eager, fast):
+            torch.manual_seed(step)
+            metrics.append(agent.update(make_batch(seed=step), step))
+        assert metrics[0].keys() == metrics[1].keys()
+        for name in metrics[0]:
+            torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_many_samples_per_state_share_the_first_layer_without_changing_the_result():
+    net = sdar.Critic(OBS, ACT, 1, 16)
+    obs, actions = torch.randn(5, OBS), torch.randn(7, 5, ACT)
+    expected = torch.stack([net(obs, a) for a in actions])
+    torch.testing.assert_close(net(obs, actions), expected)
+
+
+def test_exact_objective_in_chunks_equals_one_pass(no_noise, monkeypatch):
+    agent, batch = make_agent(act_dim=4, selection_objective="exact"), make_batch(act_dim=4)
+    whole = agent.selection_loss(batch)[0]
+    monkeypatch.setattr(sdar, "SCHEMAS_AT_ONCE", 3)
+    torch.testing.assert_close(agent.selection_loss(batch)[0], whole)
+
+
+def test_exact_refuses_too_many_dimensions():
+    make_agent(act_dim=12, selection_objective="exact", device="meta")
+    with pytest.raises(SystemExit, match=r"2\^17 = 131,072 schemas"):
+        make_agent(act_dim=17, selection_objective="exact")
+    assert not make_agent(act_dim=17).exact
+    assert make_agent(act_dim=3).exact
+    assert not make_agent(act_dim=4).exact
+    assert make_agent(act_dim=17, selection="joint").exact
+
+
+@pytest.mark.parametrize("mode", ["random", "sample", "greedy"])
+def test_rollout_acts_first_and_then_repeats_where_the_mask_says(mode, monkeypatch):
+    agent = make_agent(act_dim=5)
+    masks = []
+
+    def recorded(logits, *samples):
+        masks.append(torch.rand_like(logits) < 0.5)
+        return masks[-1]
+
+    monkeypatch.setattr(sdar, "sample_act_mask", recorded)
+    previous, memory = None, None
+    for t in range(50):
+        obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
+        action, memory = agent.act(obs, memory, mode)
+        assert (np.abs(action) <= 1).all()
+        if t == 0:
+            assert not masks
+            assert (action != 0).all()
+        else:
+            if mode == "greedy":
+                logits = agent.selection(torch.from_numpy(obs), torch.from_numpy(previous))
+                masks.append(logits > 0)
+            np.testing.assert_array_equal(action != previous, masks[-1].numpy())
+        previous = action
+
+
+def test_greedy_is_deterministic_and_sampling_is_not():
+    agent, obs = make_agent(), np.ones(OBS, np.float32)
+    memory = torch.tensor([0.1, -0.2])
+    greedy = [agent.act(obs, memory, "greedy")[0] for _ in range(5)]
+    assert all(np.array_equal(greedy[0], a) for a in greedy)
+    assert len({agent.act(obs, memory, "sample")[0].tobytes() for _ in range(20)}) > 1
+
+
+def test_joint_selection_decides_for_all_dimensions_together():
+    agent = make_agent(act_dim=5, selection="joint")
+    assert agent.target_entropy_selection == pytest.approx(0.5 * math.log(2))
+    memory, changes = None, []
+    previous = None
+    for t in range(100):
+        action, memory = agent.act(np.full(OBS, t / 50, np.float32), memory, "sample")
+        if previous is not None:
+            changes.append((action != previous).mean())
+        previous = action
+    assert set(changes) == {0.0, 1.0}
+
+
+def test_bad_sample_counts_are_refused():
+    with pytest.raises(SystemExit, match="num-selection-samples"):
+        sdar.check_args(sdar.Args(num_selection_samples=1))
+    sdar.check_args(sdar.Args(num_selection_samples=1, selection_baseline=False))
+    with pytest.raises(SystemExit, match="policy-frequency"):
+        sdar.check_args(dataclasses.replace(sdar.Args(), policy_frequency=0))
