@@ -282,6 +282,7 @@ class Episode:
         self.total_reward = 0.0
         self.over = False
         self.memory: Any = None  # what the agent carries from step to step
+        self.segment: list[Any] = []  # steps not stored yet, for algorithms that store several as one
         self.obs, _ = self.env.reset(seed=derived_seed(self.seed, 0, self.index))
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool]:
@@ -298,14 +299,15 @@ class Episode:
 
     def state_dict(self) -> dict[str, Any]:
         actions = torch.from_numpy(np.array(self.actions, np.float32).reshape(-1, *self.env.action_space.shape))
-        return {"index": self.index, "actions": actions, "memory": self.memory, "obs": torch.from_numpy(self.obs)}
+        obs = torch.from_numpy(self.obs)
+        return {"index": self.index, "actions": actions, "obs": obs, "memory": self.memory, "segment": self.segment}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.index = state["index"] - 1
         self.begin()
         for action in state["actions"].numpy():
             self.step(action)
-        self.memory = state["memory"]
+        self.memory, self.segment = state["memory"], state["segment"]
         if not np.array_equal(self.obs, state["obs"].numpy()):
             say(
                 "warning: the task did not replay to where it was, so it is not deterministic; the run goes on with a "
@@ -381,6 +383,7 @@ class ReplayBuffer:
 # --- end shared ---
 
 
+# --- shared: state-action networks ---
 class StateActionMLP(nn.Module):
     """(s, a) → hidden → hidden → outputs, with ReLU."""
 
@@ -400,26 +403,45 @@ class StateActionMLP(nn.Module):
         return self.fc3(F.relu(self.fc2(F.relu(x))))
 
 
-class SelectionPolicy(StateActionMLP):
-    """β(b | s, a⁻): a logit of acting for each bit, (s, a⁻) → selection_logits."""
-
-
-class ActionPolicy(StateActionMLP):
-    """π(â | s, a_mix): mean and log standard deviation of a tanh-squashed Gaussian, Eq. 3."""
-
-    LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
-
-    def forward(self, obs: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        mean, log_std = super().forward(obs, mixed).chunk(2, dim=-1)
-        log_std = self.LOG_STD_MIN + 0.5 * (self.LOG_STD_MAX - self.LOG_STD_MIN) * (torch.tanh(log_std) + 1)
-        return mean, log_std
-
-
 class Critic(StateActionMLP):
     """Q(s, a)."""
 
     def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
         return super().forward(obs, actions).squeeze(-1)
+
+
+# --- end shared ---
+
+
+# --- shared: squashed Gaussian ---
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+def bounded_log_std(raw: Tensor) -> Tensor:
+    return LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(raw) + 1)
+
+
+def squashed_gaussian(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """tanh(mean + std·noise) and the log-density of each dimension."""
+    pre_tanh = mean + log_std.exp() * noise
+    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_prob = log_prob - 2 * (math.log(2) - pre_tanh - F.softplus(-2 * pre_tanh))  # log(1 - tanh²), stable
+    return torch.tanh(pre_tanh), log_prob
+
+
+# --- end shared ---
+
+
+class SelectionPolicy(StateActionMLP):
+    """β(b | s, a⁻): a logit of acting for each bit, (s, a⁻) → selection_logits."""
+
+
+class ActionPolicy(StateActionMLP):
+    """π(â | s, a_mix), Eq. 3: mean and log standard deviation of a tanh-squashed Gaussian."""
+
+    def forward(self, obs: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        mean, raw_log_std = super().forward(obs, mixed).chunk(2, dim=-1)
+        return mean, bounded_log_std(raw_log_std)
 
 
 # Decision: how an action is chosen.
@@ -428,14 +450,6 @@ class Critic(StateActionMLP):
 def mix(act_mask: Tensor, prev_actions: Tensor, new: Tensor | float) -> Tensor:
     """Mix(b, a⁻, x) of Eqs. 2 and 4: x where b acts, a⁻ bit for bit where b repeats."""
     return torch.where(act_mask, new, prev_actions)
-
-
-def squashed_gaussian(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 3: tanh(mean + std·noise) and the log-density of each dimension."""
-    pre_tanh = mean + log_std.exp() * noise
-    log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-    log_prob = log_prob - 2 * (math.log(2) - pre_tanh - F.softplus(-2 * pre_tanh))  # log(1 - tanh²), stable
-    return torch.tanh(pre_tanh), log_prob
 
 
 def sample_act_mask(selection_logits: Tensor, *samples: int) -> Tensor:
@@ -1312,6 +1326,8 @@ class Run:
                 buffer.load(self.directory / "replay", contents["buffers"][name])
             self.episode.load_state_dict(contents["episode"])
             self.step = self.saved = contents["step"]
+            if not 0 <= self.step <= self.args.total_timesteps:
+                raise ValueError(f"step {self.step}")
             self.evaluated, self.last_log_step = contents["evaluated"], contents["last_log_step"]
             for tag, values in contents["pending"].items():
                 self.pending[tag] = [(step, value.to(self.device)) for step, value in values]
