@@ -1,0 +1,24 @@
+# make train: set up and train SDAR on LunarLander (ARGS="…" adds options).  make test: set up and run the tests.
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+# A run that shows learning within minutes on a laptop. Options in ARGS come later and win; a task of your own
+# (--env-id) is trained with the script's defaults instead.
+LAPTOP := --env-id LunarLanderContinuous-v3 --total-timesteps 100000 --hidden-dim 128 --batch-size 128 --eval-every 5000
+
+.PHONY: train test
+train: $(READY)
+	$(VENV)/bin/python sdar_continuous_action.py $(if $(findstring --env-id,$(ARGS)),,$(LAPTOP)) $(ARGS)
+
+test: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.10; try make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --requirement requirements.txt
+	@touch $@
