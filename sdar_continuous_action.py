@@ -42,6 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
@@ -206,7 +207,7 @@ def make_env(env_id: str, render_mode: str | None = None) -> gym.Env:
             gym.register_envs(gymnasium_robotics)
     try:
         env = gym.make(env_id, render_mode=render_mode)
-    except (gym.error.Error, ImportError, TypeError) as error:
+    except Exception as error:  # a task's constructor may raise anything
         reason = " ".join(str(error).split())
         fail(f"cannot make --env-id {env_id}: {reason} (gymnasium.pprint_registry() lists the tasks installed)")
     if env_id.startswith("BipedalWalker"):
@@ -330,7 +331,11 @@ class ReplayBuffer:
         """`fields` maps a field's name to the shape of one entry: (n,), or () for a scalar."""
         self.capacity, self.fields = capacity, fields
         self.widths = [math.prod(shape) for shape in fields.values()]
-        self.rows = torch.empty(capacity, sum(self.widths), device=device)
+        try:
+            self.rows = torch.empty(capacity, sum(self.widths), device=device)
+        except RuntimeError:
+            size = capacity * sum(self.widths) * 4 / 2**30
+            fail(f"a replay buffer of {capacity:,} rows takes {size:,.1f} GiB, too much here; lower --buffer-size")
         self.added = 0  # rows ever added; row i lives in slot i % capacity
         self.segments: list[dict[str, Any]] = []  # the files that hold the saved rows, oldest first
 
@@ -628,6 +633,7 @@ class Agent(nn.Module):
     def update(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """One critic update and, every policy_frequency steps, the policy block of Algorithm 1."""
         args = self.args
+        torch.compiler.cudagraph_mark_step_begin()
         loss, metrics = self.critic_loss(batch)
         minimise(loss, self.optimizers["critics"])
         update_policies = step % args.policy_frequency == 0
@@ -1077,6 +1083,8 @@ class Run:
 
     def __enter__(self) -> "Run":
         if not self.finished:
+            if self.args.learning_starts >= self.args.total_timesteps:
+                say("warning: --learning-starts is not below --total-timesteps, so nothing will be learned")
             self.open_logs()
         self.handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
@@ -1150,18 +1158,22 @@ class Run:
         if args.track:
             import wandb
 
-            wandb.init(
-                project=args.wandb_project_name,
-                entity=args.wandb_entity,
-                group=f"{args.env_id}__{args.exp_name}",
-                name=args.run_name,
-                id=re.sub(r"[^\w.-]", "-", args.run_name),
-                resume="allow",
-                config=dataclasses.asdict(args),
-                dir=self.directory,
-                sync_tensorboard=True,
-                save_code=True,
-            )
+            try:
+                wandb.init(
+                    project=args.wandb_project_name,
+                    entity=args.wandb_entity,
+                    group=f"{args.env_id}__{args.exp_name}",
+                    name=args.run_name,
+                    id=re.sub(r"[^\w.-]", "-", args.run_name),
+                    resume="allow",
+                    config=dataclasses.asdict(args),
+                    dir=self.directory,
+                    sync_tensorboard=True,
+                    save_code=True,
+                )
+            except wandb.errors.Error as error:
+                reason = " ".join(str(error).split())
+                fail(f"--track: {reason} (wandb login sets it up, WANDB_MODE=offline does without a server)")
         # A TensorBoard that is open already forgets what it has seen beyond the checkpoint.
         self.writer = SummaryWriter(self.directory, purge_step=self.step + 1 if self.restored else None)
         if not self.restored:
@@ -1170,7 +1182,7 @@ class Run:
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
             for summary in hparams(options, {"eval/return": 0, "eval/apr": 0, "eval/afr": 0}):
                 self.writer.file_writer.add_summary(summary)
-            self.writer.add_custom_scalars({SCRIPT: {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
+            self.writer.add_custom_scalars({"overview": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
         self.bar = tqdm(total=args.total_timesteps, initial=self.step, unit=" steps", disable=None, dynamic_ncols=True)
         self.started = time.monotonic()
         self.clock = (self.step, self.started)  # where steps/s are counted from
@@ -1325,6 +1337,7 @@ class Run:
             for name, buffer in self.buffers.items():
                 buffer.load(self.directory / "replay", contents["buffers"][name])
             self.episode.load_state_dict(contents["episode"])
+            self.episode.memory = tree_map_only(Tensor, lambda t: t.to(self.device), self.episode.memory)
             self.step = self.saved = contents["step"]
             if not 0 <= self.step <= self.args.total_timesteps:
                 raise ValueError(f"step {self.step}")

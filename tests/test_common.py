@@ -201,8 +201,15 @@ def test_user_sees_no_warnings_of_the_libraries(script, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_says_so_in_one_line(script, tmp_path):
-    done = run(script, env_id="Pendulum-v1", total_timesteps=5, runs_dir=tmp_path, eval_every=0, eval_episodes=1)
+    done = run(
+        script, env_id="Pendulum-v1", total_timesteps=50, runs_dir=tmp_path, eval_every=0, **{**TINY, "cuda": True}
+    )
     assert re.fullmatch(r"warning: no CUDA device found[^\n]+\n", done.stderr)
+
+
+def test_a_run_that_cannot_learn_says_so(script, tmp_path, capfd):
+    train(script, tmp_path, env_id="Pendulum-v1", total_timesteps=40, eval_every=0)
+    assert "nothing will be learned" in capfd.readouterr().err
 
 
 # Replay buffer.
@@ -255,6 +262,12 @@ def test_buffer_on_disk_grows_by_what_is_new(script, tmp_path, monkeypatch, segm
             copy.load(tmp_path, state)
             assert contents(copy) == contents(buffer)
             assert copy.added == buffer.added
+
+
+def test_a_buffer_beyond_memory_is_refused(script, tmp_path):
+    with pytest.raises(SystemExit, match=r"replay buffer of 10,000,000,000,000 rows takes .* lower --buffer-size"):
+        train(script, tmp_path / "runs", env_id="Pendulum-v1", buffer_size=10**13, total_timesteps=10**13)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_damaged_replay_files_are_noticed(script, tmp_path):
@@ -536,7 +549,9 @@ def test_weights_that_are_not_finite_are_not_saved(script, tmp_path, monkeypatch
 
 def test_command_line_reaches_the_run(script, tmp_path):
     """The usual way in: the options as words, the run directory from them."""
-    words = command(script, env_id="Pendulum-v1", total_timesteps=5, gamma=0.5, runs_dir=tmp_path, run_name="x", **TINY)
+    words = command(
+        script, env_id="Pendulum-v1", total_timesteps=50, gamma=0.5, runs_dir=tmp_path, run_name="x", **TINY
+    )
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
     assert json.loads((tmp_path / "x" / "args.json").read_text())["args"]["gamma"] == 0.5
     assert all(re.match(r"step |done", line) for line in done.stdout.splitlines())  # line-based off a terminal
