@@ -351,7 +351,9 @@ class ReplayBuffer:
         return self.gather(torch.randint(len(self), (batch_size,), device=self.rows.device), device)
 
     def gather(self, slots: Tensor, device: torch.device) -> dict[str, Tensor]:
-        rows = self.rows[slots].to(device, non_blocking=True)
+        """The rows in these slots, each field of shape (*slots.shape, *its own)."""
+        rows = self.rows.index_select(0, slots.reshape(-1)).to(device, non_blocking=True)
+        rows = rows.unflatten(0, slots.shape)
         columns = zip(self.fields.items(), rows.split(self.widths, dim=-1), strict=True)
         return {name: column if shape else column.squeeze(-1) for (name, shape), column in columns}
 

@@ -30,6 +30,10 @@ def script(request) -> ModuleType:
     return load(request.param)
 
 
+# For tests of code that is byte for byte the same in every script: one of them speaks for all.
+shared_code = pytest.mark.parametrize("script", SCRIPTS[:1], indirect=True, ids=["any script"])
+
+
 def options(**values) -> list[str]:
     """Keyword arguments as the command line's options."""
     words = []

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT, SCRIPTS, command, load, run, scalars, snapshot, weights
+from tests.conftest import ROOT, SCRIPTS, command, load, run, scalars, shared_code, snapshot, weights
 
 # Small, but it has all that a long run has: a buffer that wraps, checkpoints within episodes, evaluations.
 SETTINGS = {
@@ -93,6 +93,7 @@ def test_killed_at_random_moments(script, tmp_path):
     assert_same_as_whole(script, directory)
 
 
+@shared_code
 def test_killed_while_a_checkpoint_is_written(script, tmp_path, monkeypatch):
     """The power goes before the rename, for each file of the third checkpoint: the second one must do."""
     replace = os.replace
@@ -113,6 +114,7 @@ def test_killed_while_a_checkpoint_is_written(script, tmp_path, monkeypatch):
         assert_same_as_whole(script, directory)
 
 
+@shared_code
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_checkpoint_and_say_how_to_continue(script, tmp_path, number, status):
     process = start(script, tmp_path)
@@ -171,6 +173,7 @@ def stopped_run(script, tmp_path):
     return Path(shutil.copytree(make_stopped_run(script), tmp_path / "run"))
 
 
+@shared_code
 def test_changed_options_are_refused(script, stopped_run):
     before = snapshot(stopped_run)
     for change in ({"gamma": 0.9}, {"total_timesteps": 1000}, {"seed": 2}, {"env_id": "Hopper-v4"}):
@@ -180,6 +183,7 @@ def test_changed_options_are_refused(script, stopped_run):
         assert snapshot(stopped_run) == before
 
 
+@shared_code
 def test_a_run_is_resumed_to_its_end_without_repeating_its_options(script, stopped_run):
     assert any((stopped_run / "replay").iterdir())
     run(script, runs_dir=stopped_run.parent, run_name="run", resume=True)
@@ -207,6 +211,7 @@ def damage(path, how):
         path.unlink()
 
 
+@shared_code
 @pytest.mark.parametrize("how", ["truncated", "empty", "bits", "text", "missing"])
 @pytest.mark.parametrize("what", ["checkpoint.pt", "replay/*", "args.json"])
 def test_damaged_files_are_refused(script, stopped_run, what, how):
@@ -220,6 +225,7 @@ def test_damaged_files_are_refused(script, stopped_run, what, how):
     assert snapshot(stopped_run) == before
 
 
+@shared_code
 def test_foreign_and_crafted_checkpoints_are_refused(script, stopped_run):
     path = stopped_run / "checkpoint.pt"
     good = torch.load(path, weights_only=True)
@@ -242,6 +248,7 @@ def test_foreign_and_crafted_checkpoints_are_refused(script, stopped_run):
         assert snapshot(stopped_run) == before
 
 
+@shared_code
 def test_two_processes_cannot_write_one_run(script, tmp_path):
     process = start(script, tmp_path)
     wait_for((tmp_path / "interrupted" / "args.json").exists, process)
@@ -263,6 +270,7 @@ def test_a_task_that_does_not_replay_is_named(tmp_path):
     assert re.fullmatch(r"warning: the task did not replay [^\n]+\n", done.stderr)
 
 
+@shared_code
 def test_a_full_disk_keeps_the_last_checkpoint(script, stopped_run, monkeypatch):
     def no_space(path, data):
         raise OSError(28, "No space left on device", str(path))
