@@ -90,7 +90,7 @@ class CommonArgs:
     run_name: str | None = None
     """the run directory's name; by default {env_id}__{exp_name}__{seed}__{unix time}"""
     resume: bool = False
-    """continue the run of this --run-name exactly where its last checkpoint is; its other options are remembered"""
+    """continue the run of this name exactly where its last checkpoint is; its other options are remembered"""
     eval_every: int = 10_000
     """evaluate every so many steps (0: only at the end)"""
     eval_episodes: int = 10

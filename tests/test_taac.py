@@ -1,0 +1,592 @@
+"""TAAC's equations, sequences and rollouts against separate, slow and obvious computations."""
+
+import dataclasses
+import itertools
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import taac_continuous_action as taac
+from tests.conftest import TINY, scalars
+
+OBS, ACT, BATCH, LENGTH = 3, 2, 8, 3
+GAMMA = 0.99
+
+
+class Reach(gym.Env):
+    """The action moves a point by a quarter of itself; the reward is how near it was to its goal before the move.
+
+    An action pays only in what follows, so nothing is learnt without a bootstrap. The best return is -2.5: three full
+    steps and one more to the goal. Standing still is worth -20.
+    """
+
+    def __init__(self, render_mode: str | None = None):
+        self.action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.position, self.goal = 0.0, float(self.np_random.choice([-1, 1]))
+        return self.observe(), {}
+
+    def observe(self) -> np.ndarray:
+        return np.array([self.position, self.goal], np.float32)
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        reward = -abs(self.goal - self.position)
+        self.position += float(action[0]) / 4
+        return self.observe(), reward, False, False, {}
+
+
+gym.register("TaacReach-v0", Reach, max_episode_steps=20)
+
+
+def make_agent(obs_dim=OBS, act_dim=ACT, device="cpu", **options) -> taac.Agent:
+    torch.manual_seed(0)
+    args = taac.Args(**{**TINY, "batch_size": BATCH, **options})
+    agent = taac.Agent(obs_dim, act_dim, args, torch.device(device))
+    with torch.no_grad():
+        for p in agent.target_parameters:
+            p.add_(0.1 * torch.randn_like(p) + 0.05)  # targets of their own
+        for q in (agent.q1, agent.q2, agent.q1_target, agent.q2_target):
+            q.fc3.weight.mul_(10)  # a switch that has something to decide
+        agent.log_alpha_selection.fill_(-0.25)
+        agent.log_alpha_action.fill_(0.5)
+    return agent
+
+
+def make_double_agent(**options) -> taac.Agent:
+    """For comparisons in float64; the frozen critics are the critics, since a new dtype parts them."""
+    agent = make_agent(**options).double()
+    agent.frozen_critics = (agent.q1, agent.q2)
+    return agent
+
+
+def make_batch(seed=0, length=LENGTH, dtype=torch.float32, device="cpu"):
+    """Sequences with every kind of end in them: terminal, time limit, none."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (BATCH, length)
+    first = torch.rand(shape, generator=g) < 0.3
+    act_mask = first | (torch.rand(shape, generator=g) < 0.4)
+    terminated = torch.rand(shape, generator=g) < 0.5
+    terminated[:, :-1] &= first[:, 1:]
+    rows = {
+        "obs": torch.randn(*shape, OBS, generator=g),
+        "prev_actions": (torch.rand(*shape, ACT, generator=g) * 2 - 1) * ~first[..., None],
+        "actions": torch.rand(*shape, ACT, generator=g) * 2 - 1,
+        "act_mask": act_mask,
+        "rewards": torch.randn(shape, generator=g),
+        "next_obs": torch.randn(*shape, OBS, generator=g),
+        "terminated": terminated,
+        "first": first,
+    }
+    return {name: value.to(device, dtype) for name, value in rows.items()}
+
+
+# Plain numpy, one state at a time.
+
+
+def mlp(net, obs, action):
+    weights = {name: value.detach().double().numpy() for name, value in net.state_dict().items()}
+    x = np.concatenate([obs, action])
+    for layer in ("fc1", "fc2"):
+        x = np.maximum(weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"], 0)
+    return weights["fc3.weight"] @ x + weights["fc3.bias"]
+
+
+def policy(agent, obs, prev):
+    out = mlp(agent.policy, obs, prev)
+    mean, raw = out[: len(out) // 2], out[len(out) // 2 :]
+    return mean, np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
+
+
+def log_density(action, mean, std):
+    """Of tanh(u), u ~ N(mean, std), by the change of variables, naively."""
+    u = np.arctanh(action)
+    normal = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
+    return np.log(normal / (1 - action**2))
+
+
+def value(critics, obs, action):
+    return min(mlp(q, obs, action)[0] for q in critics)
+
+
+def act_probability(repeat, act, alpha, clip=False):
+    """The second entry of a softmax over both values, with the authors' clip of what acting adds."""
+    logits = np.array([repeat, max(act, repeat) if clip else act]) / max(alpha, 1e-10)
+    weights = np.exp(logits - logits.max())
+    return weights[1] / weights.sum()
+
+
+def switch_by_hand(agent, obs, prev):
+    """β(act) under the online critics, with tanh(mean) for the candidate."""
+    candidate = np.tanh(policy(agent, obs, prev)[0])
+    repeat, act = (value((agent.q1, agent.q2), obs, a) for a in (prev, candidate))
+    return candidate, act_probability(repeat, act, agent.alpha_selection.item(), agent.args.advantage_clip)
+
+
+def walk(t, rewards, ends, terminated, stored, fresh, values):
+    """The return of step t, forward in time. fresh[n] and values[n] belong to the state that step n leads to."""
+    total, discount, n = 0.0, 1.0, t
+    while True:
+        total, discount = total + discount * rewards[n], discount * GAMMA
+        if terminated[n]:
+            return total
+        if ends[n] or n + 1 == len(rewards) or stored[n + 1] == 1 or fresh[n] == 1:
+            return total + discount * values[n]
+        n += 1
+
+
+@pytest.fixture
+def no_noise(monkeypatch):
+    """â is tanh(mean) everywhere, so that a slow computation can know it."""
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)
+
+
+@pytest.fixture
+def mode_of_switch(monkeypatch):
+    monkeypatch.setattr(taac, "sample_act_mask", lambda logits: logits > 0)
+
+
+# The switch.
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("alpha", [1.0, 0.01, 30.0, 1e-10, 0.0])
+def test_switch_against_a_softmax(alpha, clip):
+    rng = np.random.default_rng(0)
+    repeat, act = 300 + 5 * rng.normal(size=(2, 200))
+    act[:20] = repeat[:20]
+    act[20:40] = repeat[20:40] + 1e-3 * rng.normal(size=20)
+    logits = taac.selection_logits(
+        torch.from_numpy(repeat), torch.from_numpy(act), torch.tensor(alpha, dtype=torch.float64), clip
+    )
+    expected = [act_probability(r, a, alpha, clip) for r, a in zip(repeat, act, strict=True)]
+    np.testing.assert_allclose(torch.sigmoid(logits).numpy(), expected, rtol=1e-9, atol=1e-300)
+    if alpha == 0:  # the better of the two, and a coin between equals
+        better = (act > repeat).astype(float)
+        better[act < repeat] = 0.5 if clip else 0
+        better[:20] = 0.5
+        np.testing.assert_array_equal(torch.sigmoid(logits).numpy(), better)
+    if clip:
+        assert (torch.sigmoid(logits) >= 0.5).all()
+
+
+def test_switch_stays_finite_in_float32_when_its_temperature_vanishes():
+    agent = make_agent()
+    agent.log_alpha_selection.data.fill_(-200)
+    loss, metrics = agent.policy_loss(make_batch())
+    assert agent.alpha_selection == 0
+    assert all(torch.isfinite(x).all() for x in (loss, *metrics.values()))
+    assert metrics["repetition/selection_entropy"].item() == pytest.approx(0, abs=1e-6)
+
+
+def test_selection_entropy_against_torch_distributions():
+    logits = torch.cat([torch.linspace(-30, 30, 201), torch.tensor([-1e13, 1e13, -100.0, 0.0])]).double()
+    expected = torch.distributions.Bernoulli(logits=logits.clamp(-700, 700)).entropy()
+    torch.testing.assert_close(taac.selection_entropy(logits), expected, rtol=1e-9, atol=1e-9)
+    assert round(taac.TARGET_ENTROPY_SELECTION, 4) == 0.1985
+    p = torch.tensor(0.95).logit()
+    assert taac.selection_entropy(p).item() == pytest.approx(taac.TARGET_ENTROPY_SELECTION, rel=1e-5)
+
+
+def test_sample_act_mask_has_the_right_frequencies():
+    torch.manual_seed(0)
+    logits = torch.tensor([-2.0, 0.0, 3.0])
+    mask = taac.sample_act_mask(logits.expand(40_000, 3))
+    expected = torch.sigmoid(logits)
+    error = (expected * (1 - expected) / 40_000).sqrt()
+    assert ((mask.float().mean(0) - expected).abs() < 5 * error).all()
+
+
+# Compare-through returns.
+
+
+def every_pattern(length):
+    """All decisions, stored and fresh, times all places where an episode may end, in both ways, once or not at all."""
+    for bits in itertools.product((0, 1), repeat=2 * length):
+        for end, terminal in [(None, False), *itertools.product(range(length), (False, True))]:
+            stored, fresh = list(bits[:length]), list(bits[length:])
+            ends = [n == end for n in range(length)]
+            if end is not None and end + 1 < length:
+                stored[end + 1] = 1  # an episode's first step acts
+            yield stored, fresh, ends, [terminal and e for e in ends]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_compare_through_returns_against_a_forward_walk(length):
+    stored, fresh, ends, terminated = (
+        torch.tensor(column) for column in zip(*every_pattern(length), strict=True)
+    )  # (patterns, length)
+    assert len(stored) == 4**length * (2 * length + 1)
+    g = torch.Generator().manual_seed(length)
+    rewards, values = torch.randn(2, *stored.shape, generator=g, dtype=torch.float64)
+    returns = taac.compare_through_returns(
+        rewards, terminated.double(), stored.bool(), fresh.bool(), 10 * values, GAMMA
+    ).numpy()
+    rows = zip(*(x.tolist() for x in (rewards, ends, terminated, stored, fresh, 10 * values)), strict=True)
+    expected = [[walk(t, *row) for t in range(length)] for row in rows]
+    np.testing.assert_allclose(returns, expected, rtol=1e-12)
+
+
+def test_nothing_beyond_an_episodes_end_reaches_its_returns():
+    """Whatever follows a time limit or a terminal in the sequence, what precedes it is valued the same."""
+    for terminal in (0.0, 1.0):
+        returns = []
+        for noise in (0.0, 1e6):
+            rewards = torch.tensor([[1.0, 2.0, 3.0 + noise, 4.0 - noise]])
+            values = torch.tensor([[10.0, 20.0, 30.0 + noise, 40.0 + noise]])
+            mask = torch.tensor([[True, False, True, False]])  # a new episode at step 2
+            fresh = torch.zeros(1, 4, dtype=torch.bool)
+            terminated = torch.tensor([[0.0, terminal, 0.0, 0.0]])
+            returns.append(taac.compare_through_returns(rewards, terminated, mask, fresh, values, 0.5)[0, :2].tolist())
+        assert returns[0] == returns[1] == ([2.0, 2.0] if terminal else [1 + 0.5 * 12, 12.0])
+
+
+# Sequences.
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 9, 10, 11, 17, 30, 43])
+def test_sequences_are_consecutive_and_never_cross_the_write_position(count, length):
+    buffer = taac.ReplayBuffer(10, {"x": (2,), "y": ()}, torch.device("cpu"))
+    for i in range(count):
+        buffer.add(x=np.array([i, -i]), y=i)
+    torch.manual_seed(0)
+    batch = taac.sample_sequences(buffer, length, 2000, torch.device("cpu"))
+    assert batch["x"].shape == (2000, length, 2)
+    assert torch.equal(batch["x"], torch.stack([batch["y"], -batch["y"]], dim=-1))
+    oldest = max(0, count - 10)
+    if count >= length:
+        expected = {tuple(range(s, s + length)) for s in range(oldest, count - length + 1)}
+    else:  # the very first step stands in for those before it
+        expected = {(*[0] * (length - count), *range(count))}
+    drawn, counts = np.unique(batch["y"].int().numpy(), axis=0, return_counts=True)
+    assert set(map(tuple, drawn.tolist())) == expected
+    assert set(drawn.ravel().tolist()) == set(range(oldest, count))  # every step is trained on
+    share = 1 / len(expected)
+    assert (np.abs(counts / 2000 - share) < 5 * math.sqrt(share / 2000)).all()
+
+
+def test_a_sequence_longer_than_the_buffer_so_far_teaches_nothing_wrong():
+    """Before td_length - 1 steps, an episode's first step is there twice; its returns are the same each time."""
+    rewards, values = torch.tensor([[3.0, 3.0, 5.0]]), torch.tensor([[10.0, 10.0, 20.0]])
+    mask, fresh = torch.tensor([[True, True, False]]), torch.zeros(1, 3, dtype=torch.bool)
+    returns = taac.compare_through_returns(rewards, torch.zeros(1, 3), mask, fresh, values, 0.5)
+    assert returns.tolist() == [[3 + 0.5 * 10, 3 + 0.5 * (5 + 0.5 * 20), 5 + 0.5 * 20]]
+
+
+@pytest.mark.parametrize(("env_id", "length", "ends"), [("Endless-v0", 7, False), ("Ending-v0", 5, True)])
+def test_stored_rows_tell_the_rollout(env_id, length, ends, tmp_path, monkeypatch):
+    """Each row joins the one before it, and b says whether the action is another one."""
+    rows, sizes = [], []
+    add, update = taac.ReplayBuffer.add, taac.Agent.update
+    monkeypatch.setattr(taac.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
+    monkeypatch.setattr(
+        taac.Agent,
+        "update",
+        lambda self, batch, step: sizes.append(batch["rewards"].shape) or update(self, batch, step),
+    )
+    options = {"env_id": f"tests.tasks:{env_id}", "total_timesteps": 300, "learning_starts": 100, "td_length": 5}
+    taac.train(taac.Args(**{**TINY, "runs_dir": str(tmp_path), "run_name": "run", "eval_every": 0, **options}))
+    assert sizes == [(TINY["batch_size"], 4)] * 200
+    for i, row in enumerate(rows):
+        assert row["first"] == (i % length == 0)
+        assert row["rewards"] == i % length
+        assert row["terminated"] == (ends and i % length == length - 1)
+        if row["first"]:
+            assert not row["prev_actions"].any()
+            assert row["act_mask"]
+        else:
+            np.testing.assert_array_equal(row["prev_actions"], rows[i - 1]["actions"])
+            np.testing.assert_array_equal(row["obs"], rows[i - 1]["next_obs"])
+            assert row["act_mask"] == (row["actions"] != row["prev_actions"]).all()
+            assert row["act_mask"] or (row["actions"] == row["prev_actions"]).all()
+    for part in (rows[:100], rows[100:]):
+        assert 0.2 < np.mean([row["act_mask"] for row in part if not row["first"]]) < 0.8
+
+
+def test_the_first_action_counts_as_acting_even_if_it_is_zero(tmp_path, monkeypatch):
+    """Where it did not, a return would run from one episode into the next."""
+    rows = []
+    monkeypatch.setattr(taac.ReplayBuffer, "add", lambda self, **row: rows.append(row))
+    still = np.zeros(2, np.float32), torch.zeros(2)
+    monkeypatch.setattr(taac.Agent, "act", lambda self, obs, memory, mode: still)
+    options = {"env_id": "tests.tasks:Endless-v0", "total_timesteps": 30, "eval_every": 0}
+    taac.train(taac.Args(**{**TINY, "runs_dir": str(tmp_path), "run_name": "run", **options}))
+    assert [bool(row["act_mask"]) for row in rows] == [i % 7 == 0 for i in range(30)]
+
+
+# Losses, networks included.
+
+
+@pytest.mark.parametrize("options", [{}, {"advantage_clip": True}])
+def test_critic_loss_against_brute_force(no_noise, mode_of_switch, options):
+    agent, batch = make_double_agent(**options), make_batch(dtype=torch.float64)
+    rows = {name: value.numpy() for name, value in batch.items()}
+    fresh, values = np.zeros((BATCH, LENGTH)), np.zeros((BATCH, LENGTH))
+    for i, n in np.ndindex(BATCH, LENGTH):
+        obs, prev = rows["next_obs"][i, n], rows["actions"][i, n]
+        candidate, p = switch_by_hand(agent, obs, prev)
+        fresh[i, n] = p > 0.5
+        repeat, act = (value((agent.q1_target, agent.q2_target), obs, a) for a in (prev, candidate))
+        values[i, n] = (1 - p) * repeat + p * act
+    expected = 0.0
+    for i, n in np.ndindex(BATCH, LENGTH):
+        ends = [*(rows["first"][i, 1:] == 1), False]
+        target = walk(n, rows["rewards"][i], ends, rows["terminated"][i], rows["act_mask"][i], fresh[i], values[i])
+        for q in (agent.q1, agent.q2):
+            expected += (mlp(q, rows["obs"][i, n], rows["actions"][i, n])[0] - target) ** 2 / (BATCH * LENGTH)
+    assert 0 < fresh.mean() < 1
+    assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_step_sequences_give_one_step_targets(no_noise):
+    agent, batch = make_double_agent(), make_batch(dtype=torch.float64, length=1)
+    expected = 0.0
+    for i in range(BATCH):
+        row = {name: value[i, 0].numpy() for name, value in batch.items()}
+        candidate, p = switch_by_hand(agent, row["next_obs"], row["actions"])
+        targets = (agent.q1_target, agent.q2_target)
+        repeat, act = (value(targets, row["next_obs"], a) for a in (row["actions"], candidate))
+        target = row["rewards"] + GAMMA * (1 - row["terminated"]) * ((1 - p) * repeat + p * act)
+        for q in (agent.q1, agent.q2):
+            expected += (mlp(q, row["obs"], row["actions"])[0] - target) ** 2 / BATCH
+    assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
+
+
+def actor_terms(agent, batch, weights=None):
+    """α_π·log π - β(act)·Q(s, â) of each row, β's entropy and log π; `weights` in place of β(act) keep it fixed."""
+    terms, log_pis, probabilities = [], [], []
+    for i, n in np.ndindex(BATCH, LENGTH):
+        obs, prev = batch["obs"][i, n].numpy(), batch["prev_actions"][i, n].numpy()
+        candidate, p = switch_by_hand(agent, obs, prev)
+        mean, std = policy(agent, obs, prev)
+        log_pi = log_density(candidate, mean, std).sum()
+        weight = 1.0 if batch["first"][i, n] else p
+        probabilities.append(weight)
+        weight = weight if weights is None else weights[len(terms)]
+        terms.append(math.exp(0.5) * log_pi - weight * value((agent.q1, agent.q2), obs, candidate))
+        log_pis.append(log_pi)
+    return np.array(terms), np.array(log_pis), np.array(probabilities)
+
+
+@pytest.mark.parametrize("options", [{}, {"advantage_clip": True}])
+def test_policy_loss_against_brute_force(no_noise, options):
+    agent, batch = make_double_agent(**options), make_batch(dtype=torch.float64)
+    loss, metrics = agent.policy_loss(batch)
+    terms, log_pis, probabilities = actor_terms(agent, batch)
+    assert metrics["losses/actor_loss"].item() == pytest.approx(terms.mean(), rel=1e-9)
+    p = probabilities[~batch["first"].bool().flatten().numpy()]
+    entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p)).mean()
+    assert metrics["repetition/act_probability"].tolist() == pytest.approx([p.mean()])
+    assert metrics["repetition/selection_entropy"].item() == pytest.approx(entropy)
+    gradients = torch.autograd.grad(loss, [agent.log_alpha_selection, agent.log_alpha_action])
+    assert gradients[0].item() == pytest.approx(entropy - (-0.95 * math.log(0.95) - 0.05 * math.log(0.05)), rel=1e-9)
+    assert gradients[1].item() == pytest.approx(-log_pis.mean() + ACT, rel=1e-9)
+
+
+def test_policy_gradient_takes_the_switch_for_a_constant(no_noise):
+    """Against finite differences of the brute-force loss in which β keeps its value."""
+    agent, batch = make_double_agent(), make_batch(dtype=torch.float64)
+    bias = agent.policy.fc3.bias
+    (gradient,) = torch.autograd.grad(agent.policy_loss(batch)[0], bias)
+    weights = actor_terms(agent, batch)[2]
+    for j in range(2 * ACT):
+        losses = []
+        for shift in (1e-6, -2e-6):
+            bias.data[j] += shift
+            losses.append(actor_terms(agent, batch, weights)[0].mean())
+        bias.data[j] += 1e-6
+        assert gradient[j].item() == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)
+
+
+def test_each_loss_reaches_its_own_parameters_only():
+    agent, batch = make_agent(), make_batch()
+    policy_parameters = [*agent.policy.parameters(), agent.log_alpha_selection, agent.log_alpha_action]
+    agent.critic_loss(batch)[0].backward()
+    assert all(p.grad is not None for p in agent.critic_parameters)
+    assert all(p.grad is None for p in policy_parameters)
+    agent.zero_grad()
+    agent.policy_loss(batch)[0].backward()
+    assert all(p.grad is None for p in agent.critic_parameters)
+    assert all(p.grad is not None for p in policy_parameters)
+
+
+def test_first_rows_have_no_part_in_the_switch():
+    """The value of what stands for a⁻ in a first row changes nothing that is learnt."""
+    agent, batch = make_double_agent(), make_batch(dtype=torch.float64)
+    results = []
+    values = taac.choice_values
+    for surprise in (0.0, 50.0):
+
+        def surprising(*args, surprise=surprise):
+            repeat, act = values(*args)
+            return repeat + surprise * batch["first"], act
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(taac, "choice_values", surprising)
+            torch.manual_seed(0)
+            loss, _ = agent.policy_loss(batch)
+        results.append([loss, *torch.autograd.grad(loss, [*agent.policy.parameters(), agent.log_alpha_selection])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# Temperatures, targets, optimisers.
+
+
+@pytest.mark.parametrize(("gain", "grows"), [(0.0, False), (1e4, True)])
+def test_selection_temperature_moves_the_right_way(gain, grows):
+    """Equal values make β a coin with more entropy than its target; values far apart make it certain."""
+    agent = make_agent(q_lr=0.0)
+    with torch.no_grad():
+        for q in (agent.q1, agent.q2):
+            q.fc3.weight.mul_(gain)
+    before = agent.log_alpha_selection.item()
+    agent.update(make_batch(), step=1)
+    assert (agent.log_alpha_selection.item() > before) == grows
+    assert agent.log_alpha_selection.item() != before
+
+
+@pytest.mark.parametrize(("raw_log_std", "grows"), [(0.55, False), (-10.0, True)])
+def test_action_temperature_moves_the_right_way(raw_log_std, grows):
+    """A wide π has more entropy than -|A|, a narrow one less."""
+    agent = make_agent()
+    with torch.no_grad():
+        agent.policy.fc3.weight.zero_()
+        agent.policy.fc3.bias[:ACT] = 0
+        agent.policy.fc3.bias[ACT:] = raw_log_std
+    before = agent.log_alpha_action.item()
+    agent.update(make_batch(), step=1)
+    assert (agent.log_alpha_action.item() > before) == grows
+
+
+def test_everything_moves_once_at_every_step():
+    agent = make_agent(tau=0.25)
+    counts = dict.fromkeys(agent.optimizers, 0)
+    for name, optimizer in agent.optimizers.items():
+        optimizer.register_step_post_hook(lambda *_, name=name: counts.update({name: counts[name] + 1}))
+    for step in range(1, 4):
+        before = [p.clone() for p in agent.target_parameters]
+        agent.update(make_batch(seed=step), step)
+        for old, new, online in zip(before, agent.target_parameters, agent.critic_parameters, strict=True):
+            torch.testing.assert_close(new, 0.75 * old + 0.25 * online)
+    assert counts == {"critics": 3, "policy": 3, "alphas": 3}
+    for view, online in zip(agent.frozen_critics, (agent.q1, agent.q2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(view.parameters(), online.parameters(), strict=True))
+
+
+VARIANTS = {"plain": {}, "clip": {"advantage_clip": True}, "one step": {"td_length": 2}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_update_runs_on_the_meta_device(variant):
+    """No tensor is made elsewhere, nothing waits for a value, no shape depends on data."""
+    agent = make_agent(device="meta", **VARIANTS[variant])
+    batch = make_batch(device="meta", length=agent.args.td_length - 1)
+    for step in (1, 2, 3):
+        metrics = agent.update(batch, step)
+    assert all(value.device.type == "meta" for value in metrics.values())
+
+
+@torch._inductor.config.patch(fallback_random=True)  # the eager random numbers
+def test_compiled_losses_equal_eager_ones():
+    torch._dynamo.reset()
+    eager, fast = (make_agent(compile=c) for c in (False, True))
+    for step in (1, 2, 3):
+        metrics = []
+        for agent in (eager, fast):
+            torch.manual_seed(step)
+            metrics.append(agent.update(make_batch(seed=step), step))
+        assert metrics[0].keys() == metrics[1].keys()
+        for name in metrics[0]:
+            torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
+
+
+# Rollout.
+
+
+@pytest.mark.parametrize("mode", ["random", "sample", "greedy"])
+def test_rollout_acts_first_and_then_acts_or_repeats_as_a_whole(mode):
+    agent = make_agent(act_dim=5)
+    torch.manual_seed(0)
+    previous, memory, acted = None, None, []
+    for t in range(200):
+        obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
+        action, memory = agent.act(obs, memory, mode)
+        assert action.dtype == np.float32
+        assert (np.abs(action) <= 1).all()
+        if previous is None:
+            assert action.all()
+        else:
+            changes = action != previous
+            assert changes.all() or not changes.any()  # bit for bit
+            acted.append(changes.all())
+            if mode == "greedy":
+                candidate, p = switch_by_hand(agent, obs, previous)
+                assert acted[-1] == (p > 0.5)
+                np.testing.assert_allclose(action, candidate if p > 0.5 else previous, rtol=1e-4, atol=1e-6)
+        previous = action
+    assert 0.1 < np.mean(acted) < 0.9
+
+
+def test_warm_up_flips_a_fair_coin_and_draws_uniformly_whatever_the_critics_say():
+    agent = make_agent()
+    with torch.no_grad():
+        for q in (agent.q1, agent.q2):
+            q.fc3.weight.mul_(1e4)
+    torch.manual_seed(0)
+    memory = torch.full((ACT,), 0.25)
+    actions = np.stack([agent.act(np.zeros(OBS, np.float32), memory, "random")[0] for _ in range(4000)])
+    repeats = (actions == 0.25).all(1)
+    assert abs(repeats.mean() - 0.5) < 5 * 0.5 / math.sqrt(4000)
+    quarters = np.histogram(actions[~repeats], bins=4, range=(-1, 1))[0] / actions[~repeats].size
+    np.testing.assert_allclose(quarters, 0.25, atol=0.04)
+
+
+def test_sampling_follows_the_switch(no_noise):
+    agent = make_agent()
+    obs, prev = np.ones(OBS, np.float32), np.array([0.1, -0.2], np.float32)
+    torch.manual_seed(0)
+    draws = [agent.act(obs, torch.from_numpy(prev), "sample")[0] for _ in range(3000)]
+    _, p = switch_by_hand(agent, obs, prev)
+    assert 0.05 < p < 0.95
+    assert abs(np.mean([(a != prev).all() for a in draws]) - p) < 5 * math.sqrt(p * (1 - p) / 3000)
+
+
+def test_a_loaded_agent_decides_by_its_own_critics(tmp_path):
+    """The switch needs critics in the agent's file, not only an actor."""
+    agent = make_agent(env_id="Pendulum-v1")
+    contents = {"args": dataclasses.asdict(agent.args), "obs_dim": OBS, "act_dim": ACT, "weights": agent.state_dict()}
+    taac.save_file(tmp_path / "agent.pt", contents)
+    copy = taac.load_agent(tmp_path / "agent.pt", torch.device("cpu"))
+    memory = torch.tensor([0.1, -0.2])
+    for t in range(50):
+        obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
+        np.testing.assert_array_equal(agent.act(obs, memory, "greedy")[0], copy.act(obs, memory, "greedy")[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"td_length": 1}, "--td-length must be at least 2"), ({"buffer_size": 2}, "--buffer-size 2 cannot hold the 3")],
+)
+def test_bad_options_are_refused(options, complaint):
+    with pytest.raises(SystemExit, match=complaint):
+        taac.check_args(taac.Args(**options))
+    taac.check_args(taac.Args(td_length=2, buffer_size=1))
+
+
+# Learning.
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_taac_learns(clip, tmp_path):
+    """Five seeds ended between -2.9 and -3.3; untrained critics, no bootstrap or a wrong sign end below -4.3."""
+    small = {"hidden_dim": 64, "batch_size": 32, "eval_episodes": 10, "eval_every": 0, "learning_starts": 200}
+    rates = {"policy_lr": 1e-3, "q_lr": 2e-3, "alpha_lr": 2e-3, "tau": 0.02, "gamma": 0.9}
+    where = {"runs_dir": str(tmp_path), "run_name": "run", "env_id": "TaacReach-v0", "total_timesteps": 1500}
+    args = taac.Args(**{**TINY, **small, **rates, **where, "advantage_clip": clip})
+    assert scalars(taac.train(args))["eval/return"][-1][1] > -3.7
