@@ -1,0 +1,287 @@
+"""SAC's losses and their gradients against separate, slow and obvious computations, and what it learns."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import sac_continuous_action as sac
+from tests.conftest import TINY, scalars
+
+OBS, ACT, BATCH = 3, 2, 6
+NOISE = 0.7  # of every draw, where a slow computation must know it
+
+
+def make_agent(device="cpu", **options) -> sac.Agent:
+    torch.manual_seed(0)
+    return sac.Agent(OBS, ACT, sac.Args(**{**TINY, "batch_size": BATCH, **options}), torch.device(device))
+
+
+def make_batch(seed=0, dtype=torch.float32, device="cpu"):
+    g = torch.Generator().manual_seed(seed)
+    rows = {
+        "obs": torch.randn(BATCH, OBS, generator=g),
+        "actions": torch.rand(BATCH, ACT, generator=g) * 2 - 1,
+        "rewards": torch.randn(BATCH, generator=g),
+        "next_obs": torch.randn(BATCH, OBS, generator=g),
+        "terminated": (torch.arange(BATCH) % 2).float(),
+    }
+    return {name: value.to(device, dtype) for name, value in rows.items()}
+
+
+def make_exact_agent(**options) -> sac.Agent:
+    """In float64, with target networks and a temperature that are not what they start as."""
+    agent = make_agent(**options).double()
+    agent.frozen_critics = tuple(map(sac.frozen_view, (agent.q1, agent.q2)))
+    with torch.no_grad():
+        agent.log_alpha.fill_(-0.3)
+        for p in agent.target_parameters:
+            p.add_(0.1 * torch.randn_like(p) + 0.05)
+    return agent
+
+
+# Plain numpy networks and losses, written from the text.
+
+
+def mlp(net, *inputs):
+    weights = {name: value.detach().numpy() for name, value in net.state_dict().items()}
+    x = np.concatenate(inputs)
+    for layer in ("fc1", "fc2"):
+        x = np.maximum(weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"], 0)
+    return weights["fc3.weight"] @ x + weights["fc3.bias"]
+
+
+def sample(actor, obs):
+    """The action that NOISE gives, and the log of its density by the change of variables, naively."""
+    out = mlp(actor, obs)
+    mean, std = out[:ACT], np.exp(-5 + 3.5 * (np.tanh(out[ACT:]) + 1))
+    u = mean + std * NOISE
+    normal = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
+    return np.tanh(u), np.log(normal / (1 - np.tanh(u) ** 2)).sum()
+
+
+def soft_value(agent, critics, obs, alpha):
+    action, log_pi = sample(agent.actor, obs)
+    return min(mlp(q, obs, action)[0] for q in critics) - alpha * log_pi
+
+
+def critic_loss(agent, batch, alpha):
+    rows = {name: value.numpy() for name, value in batch.items()}
+    total = 0.0
+    for i in range(BATCH):
+        target = rows["rewards"][i]
+        if not rows["terminated"][i]:
+            target += 0.99 * soft_value(agent, (agent.q1_target, agent.q2_target), rows["next_obs"][i], alpha)
+        for q in (agent.q1, agent.q2):
+            total += (mlp(q, rows["obs"][i], rows["actions"][i])[0] - target) ** 2 / BATCH
+    return total
+
+
+def actor_loss(agent, batch, alpha):
+    return -np.mean([soft_value(agent, (agent.q1, agent.q2), obs, alpha) for obs in batch["obs"].numpy()])
+
+
+def slope(loss, parameter, size=1e-6):
+    """The derivative in each entry of the parameter, by differences."""
+    values, result = parameter.data.view(-1), torch.zeros(parameter.numel(), dtype=torch.float64)
+    for i in range(parameter.numel()):
+        kept = values[i].item()
+        values[i] = kept + size
+        above = loss()
+        values[i] = kept - size
+        result[i] = (above - loss()) / (2 * size)
+        values[i] = kept
+    return result.view_as(parameter)
+
+
+TEMPERATURES = [({}, math.exp(-0.3)), ({"autotune": False, "alpha": 0.4}, 0.4), ({"autotune": False, "alpha": 0.0}, 0)]
+
+
+@pytest.fixture
+def known_noise(monkeypatch):
+    monkeypatch.setattr(torch, "randn_like", lambda x: torch.full_like(x, NOISE))
+
+
+@pytest.mark.parametrize(("options", "alpha"), TEMPERATURES)
+def test_critic_loss_against_brute_force(known_noise, options, alpha):
+    agent, batch = make_exact_agent(**options), make_batch(dtype=torch.float64)
+    loss, metrics = agent.critic_loss(batch)
+    expected = critic_loss(agent, batch, alpha)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+    assert metrics["losses/qf_loss"].item() == pytest.approx(expected / 2, rel=1e-9)
+    loss.backward()
+    for parameter in (agent.q1.fc1.bias, agent.q2.fc3.weight):
+        differences = slope(lambda: critic_loss(agent, batch, alpha), parameter)
+        torch.testing.assert_close(parameter.grad, differences, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(("options", "alpha"), TEMPERATURES)
+def test_actor_loss_against_brute_force(known_noise, options, alpha):
+    """Its gradient too, through the critics and the density, in every layer."""
+    agent, batch = make_exact_agent(**options), make_batch(dtype=torch.float64)
+    loss, metrics = agent.policy_loss(batch)
+    assert metrics["losses/actor_loss"].item() == pytest.approx(actor_loss(agent, batch, alpha), rel=1e-9)
+    assert metrics["alpha/action"].item() == pytest.approx(alpha, rel=1e-6)
+    loss.backward()
+    for parameter in (agent.actor.fc1.bias, agent.actor.fc2.weight, agent.actor.fc3.weight, agent.actor.fc3.bias):
+        differences = slope(lambda: actor_loss(agent, batch, alpha), parameter)
+        torch.testing.assert_close(parameter.grad, differences, rtol=1e-5, atol=1e-8)
+
+
+def test_temperature_loss_against_brute_force(known_noise):
+    agent, batch = make_exact_agent(), make_batch(dtype=torch.float64)
+    loss, metrics = agent.policy_loss(batch)
+    log_pi = np.array([sample(agent.actor, obs)[1] for obs in batch["obs"].numpy()])
+    expected = np.mean(-math.exp(-0.3) * (log_pi + -ACT))  # e^log α is its own derivative
+    assert metrics["losses/alpha_loss"].item() == pytest.approx(expected, rel=1e-9)
+    loss.backward()
+    assert agent.log_alpha.grad.item() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("raw_log_std", "grows"), [(0.55, False), (-10.0, True)])
+def test_temperature_moves_the_right_way(raw_log_std, grows):
+    """A wide policy's entropy is above -|A|, so α must fall; a narrow one's is below, so it must rise."""
+    agent = make_agent()
+    with torch.no_grad():
+        agent.actor.fc3.weight.zero_()
+        agent.actor.fc3.bias[:ACT] = 0
+        agent.actor.fc3.bias[ACT:] = raw_log_std
+    assert agent.alpha.item() == 1
+    agent.update(make_batch(), step=2)
+    assert (agent.alpha.item() > 1) == grows
+
+
+def test_a_fixed_temperature_stays(known_noise):
+    agent = make_agent(autotune=False)
+    for step in range(1, 5):
+        metrics = agent.update(make_batch(), step)
+    assert agent.alpha.item() == pytest.approx(0.2)
+    assert "losses/alpha_loss" not in metrics
+
+
+def test_each_loss_leaves_the_other_networks_alone():
+    agent, batch = make_agent(), make_batch()
+    agent.policy_loss(batch)[0].backward()
+    assert all(p.grad is None for p in [*agent.critic_parameters, *agent.target_parameters])
+    assert all(p.grad.any() for p in agent.actor.parameters())
+    agent.zero_grad()
+    agent.critic_loss(batch)[0].backward()
+    assert all(p.grad is None for p in [*agent.actor.parameters(), *agent.target_parameters, agent.log_alpha])
+    assert all(p.grad.any() for p in agent.critic_parameters)
+
+
+def test_frozen_critics_follow_the_online_ones():
+    agent = make_agent()
+    before = agent.q1.fc1.weight.clone()
+    for step in (1, 2):
+        agent.update(make_batch(), step)
+    assert not torch.equal(before, agent.q1.fc1.weight)
+    for view, online in zip(agent.frozen_critics, (agent.q1, agent.q2), strict=True):
+        for a, b in zip(view.parameters(), online.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_update_frequencies():
+    """Every third step the actor and α move three times; every second the targets, by τ."""
+    agent = make_agent(policy_frequency=3, target_network_frequency=2, tau=0.25)
+    counts = dict.fromkeys(agent.optimizers, 0)
+    for name, optimizer in agent.optimizers.items():
+        optimizer.register_step_post_hook(lambda *_, name=name: counts.update({name: counts[name] + 1}))
+    for step in range(1, 7):
+        counted, before = dict(counts), [p.clone() for p in agent.target_parameters]
+        agent.update(make_batch(), step)
+        policy_updates = 3 if step in (3, 6) else 0
+        added = {name: counts[name] - counted[name] for name in counts}
+        assert added == {"critics": 1, "actor": policy_updates, "alpha": policy_updates}
+        tau = 0.25 if step in (2, 4, 6) else 0
+        for old, new, online in zip(before, agent.target_parameters, agent.critic_parameters, strict=True):
+            torch.testing.assert_close(new, (1 - tau) * old + tau * online)
+
+
+def test_policy_updates_draw_fresh_noise_and_use_the_new_temperature(monkeypatch):
+    agent, seen = make_agent(), []
+    policy_loss = agent.policy_loss
+
+    def recorded(batch):
+        loss, metrics = policy_loss(batch)
+        seen.append((metrics["losses/action_entropy"].item(), metrics["alpha/action"].item(), agent.alpha.item()))
+        return loss, metrics
+
+    monkeypatch.setattr(agent, "policy_loss", recorded)
+    agent.optimizers["actor"].param_groups[0]["lr"] = 0.0  # then another entropy is other noise
+    agent.update(make_batch(), step=2)
+    (entropy, alpha, current), (entropy_again, alpha_again, current_again) = seen
+    assert entropy != entropy_again
+    assert alpha != alpha_again
+    assert (alpha, alpha_again) == (current, current_again)
+
+
+def test_actions_by_mode():
+    agent, obs = make_agent(), np.array([0.5, -1.0, 2.0], np.float32)
+    with torch.no_grad():
+        mean, log_std = agent.actor(torch.from_numpy(obs))
+    torch.manual_seed(1)
+    drawn = {mode: np.stack([agent.act(obs, None, mode)[0] for _ in range(3000)]) for mode in ("random", "sample")}
+    greedy, memory = agent.act(obs, None, "greedy")
+    assert memory is None
+    assert greedy.dtype == np.float32
+    np.testing.assert_array_equal(greedy, torch.tanh(mean).numpy())
+    np.testing.assert_array_equal(greedy, agent.act(obs, None, "greedy")[0])
+    u = np.arctanh(drawn["sample"].astype(np.float64).clip(-1 + 1e-7, 1 - 1e-7))
+    error = log_std.exp().numpy() / math.sqrt(3000)
+    assert (np.abs(u.mean(0) - mean.numpy()) < 5 * error).all()
+    assert (np.abs(u.std(0) / log_std.exp().numpy() - 1) < 0.1).all()
+    assert (np.abs(drawn["random"].mean(0)) < 5 * math.sqrt(1 / 3 / 3000)).all()
+    assert (np.abs(drawn["random"].var(0) - 1 / 3) < 0.03).all()  # a uniform one's on [-1, 1]
+    assert (np.abs(drawn["random"]) <= 1).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"autotune": False}])
+def test_update_runs_on_the_meta_device(options):
+    """No tensor is made elsewhere, nothing waits for a value, no shape depends on data."""
+    agent = make_agent(device="meta", **options)
+    for step in (1, 2, 3, 4):
+        metrics = agent.update(make_batch(device="meta"), step)
+    assert all(value.device.type == "meta" for value in metrics.values())
+
+
+@torch._inductor.config.patch(fallback_random=True)  # the eager random numbers
+def test_compiled_losses_equal_eager_ones():
+    torch._dynamo.reset()
+    eager, fast = (make_agent(compile=c) for c in (False, True))
+    for step in (1, 2, 3, 4):
+        metrics = []
+        for agent in (eager, fast):
+            torch.manual_seed(step)
+            metrics.append(agent.update(make_batch(seed=step), step))
+        assert metrics[0].keys() == metrics[1].keys()
+        for name in metrics[0]:
+            torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"policy_frequency": 0},
+        {"target_network_frequency": 0},
+        {"alpha": -0.1},
+        {"alpha": math.nan},
+        {"q_lr": -1e-3},
+        {"policy_lr": math.inf},
+        {"gamma": 2.0},
+    ],
+)
+def test_bad_options_are_refused(bad):
+    (name,) = bad
+    sac.check_args(sac.Args(alpha=0.0))
+    with pytest.raises(SystemExit, match=f"error: --{name.replace('_', '-')} must"):
+        sac.check_args(sac.Args(**bad))
+
+
+def test_sac_learns_to_swing_up(tmp_path):
+    """Pendulum-v1 returns about -1300 untrained and -150 at best."""
+    options = {"policy_lr": 2e-3, "q_lr": 4e-3, "gamma": 0.95, "tau": 0.02, "hidden_dim": 64, "batch_size": 64}
+    budget = {"total_timesteps": 2500, "learning_starts": 300, "eval_every": 0, "eval_episodes": 5}
+    args = {**TINY, **options, **budget, "env_id": "Pendulum-v1", "runs_dir": str(tmp_path)}
+    assert scalars(sac.train(sac.Args(**args)))["eval/return"][-1][1] > -400
