@@ -456,7 +456,7 @@ def decide(actor: Actor, obs: Tensor, mode: str) -> Tensor:
 # Losses.
 
 
-def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor | float) -> Tensor:
+def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
     """Q(s, a) - α·log π(a | s) with a ~ π: what the target bootstraps from and what the actor maximises."""
     return values - alpha * log_prob
 

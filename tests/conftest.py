@@ -17,7 +17,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
-SCRIPTS = os.environ.get("SCRIPTS_UNDER_TEST", "sdar_continuous_action").split(",")
+SCRIPTS = [
+    "sdar_continuous_action",
+    "sac_continuous_action",
+    "nrep_sac",
+    "taac_continuous_action",
+    "temporl_continuous_action",
+    "ute_continuous_action",
+]
 TINY = {"hidden_dim": 16, "batch_size": 16, "eval_episodes": 1, "learning_starts": 40, "cuda": False}
 
 
