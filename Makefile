@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 # (--env-id) is trained with the script's defaults instead.
 LAPTOP := --env-id LunarLanderContinuous-v3 --total-timesteps 100000 --hidden-dim 128 --batch-size 128 --eval-every 5000
 
+# These networks gain little from threads, and lose much where other programs want the cores too.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: train test
 train: $(READY)
 	$(VENV)/bin/python sdar_continuous_action.py $(if $(findstring --env-id,$(ARGS)),,$(LAPTOP)) $(ARGS)

@@ -197,9 +197,7 @@ def test_errors_are_one_line_and_an_exit_status(script):
 @shared_code
 def test_user_sees_no_warnings_of_the_libraries(script, tmp_path):
     for env_id in ("Hopper-v4", "FetchReach-v4"):
-        done = run(
-            script, env_id=env_id, total_timesteps=5, runs_dir=tmp_path, eval_every=0, eval_episodes=1, cuda=False
-        )
+        done = run(script, env_id=env_id, total_timesteps=50, runs_dir=tmp_path, eval_every=0, **TINY)
         assert done.stderr == ""
 
 
