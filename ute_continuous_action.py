@@ -645,8 +645,8 @@ class Agent(nn.Module):
         """
         if memory is None or memory["left"] == 0:
             action, skip = self.decide(torch.from_numpy(obs).to(self.device), mode)
-            memory = {"action": action.cpu(), "left": skip}
-        return memory["action"].numpy(), {**memory, "left": memory["left"] - 1}
+            memory = {"action": action, "left": skip}
+        return memory["action"].cpu().numpy(), {**memory, "left": memory["left"] - 1}
 
     def decide(self, state: Tensor, mode: str) -> tuple[Tensor, int]:
         """An action and for how many steps it runs."""

@@ -411,4 +411,4 @@ def test_learns_how_long_an_action_is_right(tmp_path):
     env_id = "tests.test_temporl:Flips-v0"
     task = {"env_id": env_id, "total_timesteps": 2000, "learning_starts": 500, "gamma": 0.9}
     result = final_return(tmp_path, **task, learning_rate=2e-3, max_skip=8)
-    assert result > -4
+    assert result > -2
