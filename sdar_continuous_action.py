@@ -1108,6 +1108,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yields the number of each step to take; between two steps it logs, evaluates, saves and minds signals."""
         if self.finished:
+            self.drop_replay()
             say(f"{self.directory} is finished already")
             return
         self.between_steps()
@@ -1117,9 +1118,13 @@ class Run:
             self.bar.update()
             self.between_steps()
         save_file(self.directory / "agent.pt", self.agent_contents())
-        shutil.rmtree(self.directory / "replay", ignore_errors=True)  # gigabytes that only training needs
+        self.drop_replay()
         self.bar.close()
         say(f"done: {self.directory} has agent.pt, evaluation.json and the TensorBoard logs")
+
+    def drop_replay(self) -> None:
+        """A finished run does not keep the gigabytes that only training needs."""
+        shutil.rmtree(self.directory / "replay", ignore_errors=True)
 
     def between_steps(self) -> None:
         at_end = self.step == self.args.total_timesteps

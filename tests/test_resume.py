@@ -190,8 +190,10 @@ def test_a_run_is_resumed_to_its_end_without_repeating_its_options(script, stopp
     assert_same_as_whole(script, stopped_run)
     assert not (stopped_run / "replay").exists()  # gigabytes that only training needs
     before = snapshot(stopped_run)
+    (stopped_run / "replay").mkdir()  # as if it had been killed just before it tidied up
     assert "finished already" in run(script, runs_dir=stopped_run.parent, run_name="run", resume=True).stdout
     assert snapshot(stopped_run) == before
+    assert not (stopped_run / "replay").exists()
 
 
 def damage(path, how):
