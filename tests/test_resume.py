@@ -253,7 +253,7 @@ def test_foreign_and_crafted_checkpoints_are_refused(script, stopped_run):
 @shared_code
 def test_two_processes_cannot_write_one_run(script, tmp_path):
     process = start(script, tmp_path)
-    wait_for((tmp_path / "interrupted" / "args.json").exists, process)
+    wait_for(lambda: any((tmp_path / "interrupted").glob("events.*")), process)  # it has the lock by then
     args = make_args(script, tmp_path / "interrupted", resume=True)
     with pytest.raises(SystemExit, match="being written by another process"):
         script.train(args)
