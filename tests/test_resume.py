@@ -228,6 +228,31 @@ def test_damaged_files_are_refused(script, stopped_run, what, how):
 
 
 @shared_code
+def test_one_flipped_bit_in_a_weight_is_noticed(script, stopped_run):
+    path = stopped_run / "checkpoint.pt"
+    data = bytearray(path.read_bytes())
+    weight = max(torch.load(path, weights_only=True)["weights"].values(), key=torch.numel)
+    data[data.find(weight.numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SystemExit, match="damaged"):
+        script.train(make_args(script, stopped_run, resume=True))
+
+
+@shared_code
+def test_a_write_that_fails_leaves_the_old_file(script, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def no_space(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        script.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+@shared_code
 def test_foreign_and_crafted_checkpoints_are_refused(script, stopped_run):
     path = stopped_run / "checkpoint.pt"
     good = torch.load(path, weights_only=True)
