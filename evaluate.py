@@ -67,7 +67,7 @@ class Args:
     actions: Path | None = None
     """draw the actions of the first greedy episode with the acts marked (.png, .pdf or .svg)"""
     steps: tuple[int, int] = (0, 200)
-    """from which step until before which one the pictures show the episode"""
+    """the pictures show the episode from the first of these steps until before the second"""
     video: Path | None = None
     """film the first greedy episode (.mp4; one run only)"""
     overwrite: bool = False

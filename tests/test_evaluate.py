@@ -227,6 +227,7 @@ def test_every_cell_of_the_raster_is_right(steps):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["act", "repeat"]
     for panel, expected in zip(figure.axes, pictures, strict=True):
         assert [label.get_text() for label in panel.get_yticklabels()] == expected.names
+        assert panel.yaxis_inverted()  # the first dimension on top
         corners = [
             (expected.start + t + 0.5, i + 0.5) for t in range(len(expected.acts)) for i in range(len(expected.names))
         ]
@@ -251,14 +252,15 @@ def test_action_traces_mark_the_acts():
 
 
 def test_pictures_show_the_window_of_the_first_greedy_episode(tmp_path):
-    directory = make_run(SDAR, tmp_path)
+    directory = make_run(NREP, tmp_path)
     args = Args((directory,), steps=(10, 90))
     run = open_run(directory, args)
     _, shown = evaluate.evaluate(run, dataclasses.replace(args, episodes=2))
-    played = SDAR.play_episode(run.agent, run.env, SDAR.derived_seed(1, 1, 0), "greedy").actions
+    played = NREP.play_episode(run.agent, run.env, NREP.derived_seed(1, 1, 0), "greedy").actions
     picture = evaluate.picture(run, shown, args)
     np.testing.assert_array_equal(picture.actions, played[10:])
     np.testing.assert_array_equal(picture.acts, acts(played)[10:])
+    assert not picture.acts[0].any()  # --repeat 4: step 10 repeats step 8
     assert "steps 10 to 49 of 50" in picture.title
     with pytest.raises(SystemExit, match="has only 50 steps"):
         evaluate.picture(run, shown, Args((directory,), steps=(50, 60)))
