@@ -48,6 +48,7 @@ DIMENSION_NAMES = {  # of tasks whose simulator does not tell
 }
 ACT, REPEAT = "#143278", "#b9d2ee"  # as in the training's act-or-repeat pictures
 DPI = 200
+MAX_STEPS_DRAWN = 10_000
 ROUNDING = 1e-9  # 49 · (1/49) is a little less than 1
 
 
@@ -108,6 +109,10 @@ def check_args(args: Args) -> None:
         fail(f"--seed must not be negative, but it is {args.seed}")
     if not 0 <= args.steps[0] < args.steps[1]:
         fail(f"--steps {args.steps[0]} {args.steps[1]} is no window; name a first step and a larger one to stop at")
+    if args.steps[1] - args.steps[0] > MAX_STEPS_DRAWN:
+        fail(
+            f"--steps {args.steps[0]} {args.steps[1]} is too wide for a picture; draw {MAX_STEPS_DRAWN:,} steps at most"
+        )
     places = [run.resolve() for run in args.runs]
     for run, place in zip(args.runs, places, strict=True):
         if places.count(place) > 1:
@@ -382,10 +387,10 @@ def picture(run: Run, trajectory: Any, args: Args) -> Picture:
         fail(f"--steps {start} {stop}: the episode of {run.directory} has only {length} steps")
     stop = min(stop, length)
     rule = "" if args.selector == "learned" else f", {args.selector} selector"
+    part = f"all its {length} steps" if stop - start == length else f"steps {start} to {stop - 1} of {length}"
     title = (
-        f"{run.algorithm}{rule}, {run.agent.args.env_id}: greedy episode with return {trajectory.total_reward:,.1f}, "
+        f"{run.algorithm}{rule}, {run.agent.args.env_id}: greedy episode, return {trajectory.total_reward:,.1f}, {part}"
     )
-    title += f"all its {length} steps" if stop - start == length else f"steps {start} to {stop - 1} of {length}"
     actions, acting = trajectory.actions[start:stop], acts(trajectory.actions)[start:stop]
     return Picture(title, dimension_names(run.env), start, actions, acting)
 
@@ -443,10 +448,13 @@ def write_video(frames: list[np.ndarray], path: Path, fps: float) -> None:
     import imageio.v2 as imageio
 
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.mp4")
-    with imageio.get_writer(unfinished, fps=fps, macro_block_size=2) as video:  # H.264 wants even sizes
-        for frame in frames:
-            video.append_data(frame)
-    os.replace(unfinished, path)
+    try:
+        with imageio.get_writer(unfinished, fps=fps, macro_block_size=2) as video:  # H.264 wants even sizes
+            for frame in frames:
+                video.append_data(frame)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def main(args: Args) -> None:
