@@ -1,0 +1,500 @@
+"""report.py: known curves in, hand-computed numbers out."""
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rliable import metrics
+from torch.utils.tensorboard import SummaryWriter
+
+import report
+from tests.conftest import ROOT, TINY, load, scalars
+
+TASK = "tests.tasks:Ending-v0"  # its random return is 0 + 1 + 2 + 3 + 4 whatever is done
+
+
+def make_run(
+    runs: Path,
+    script: str = "sdar_continuous_action",
+    seed: int = 1,
+    returns: dict[int, float] | None = None,
+    task: str = TASK,
+    budget: int = 100,
+    apr: tuple[float, ...] = (2.0, 4.0),
+    afr: float = 0.5,
+    name: str | None = None,
+    **settings,
+) -> Path:
+    """A run directory as the scripts leave it, with evaluations of our choosing; a second takes 10 steps."""
+    returns = {0: 10.0, 50: 20.0, 100: 30.0} if returns is None else returns
+    directory = runs / (name or f"{task}__{settings.get('exp_name', script)}__{seed}")
+    directory.mkdir(parents=True)
+    values = {"exp_name": script, "env_id": task, "seed": seed, "total_timesteps": budget, "hidden_dim": 16, **settings}
+    (directory / "args.json").write_text(json.dumps({"args": values, "script": script, "commit": "0123456789abcdef"}))
+    with SummaryWriter(directory) as writer:
+        for step, value in returns.items():
+            for tag in ("return", "return_stochastic", "length"):
+                writer.add_scalar(f"eval/{tag}", value, step)
+            writer.add_scalar("eval/apr", sum(apr) / len(apr), step)
+            for i, rate in enumerate(apr):
+                writer.add_scalar(f"eval/apr_dim_{i}", rate, step)
+            writer.add_scalar("eval/afr", 2 * afr, step)
+            writer.add_scalar("eval/afr_per_dim", afr, step)
+            writer.add_scalar("charts/seconds", step / 10, step)
+            writer.add_scalar("losses/qf_loss", 0.0, step)
+    return directory
+
+
+def build(runs: Path, out: Path, **values) -> Path:
+    report.main(report.Args(runs_dirs=(runs,), out=out, bootstrap=50, workers=1, **values))
+    return out
+
+
+def records(out: Path, table: str) -> list[dict[str, str]]:
+    with open(out / "tables" / f"{table}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def find(rows: list[dict[str, str]], **wanted: str) -> dict[str, str]:
+    (row,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    return row
+
+
+# The measures.
+
+
+def test_auc_is_the_mean_height_of_the_curve():
+    line = np.array([0.0, 10.0, 30.0, 100.0])
+    assert report.area_under_curve(line, line) == pytest.approx(50)  # of f(x) = x over [0, 100], however it is sampled
+    assert report.area_under_curve(line, np.full(4, 7.0)) == pytest.approx(7)
+    assert report.area_under_curve(np.array([0.0, 50.0, 100.0]), np.array([0.0, 0.0, 8.0])) == pytest.approx(2)
+
+
+def test_n_score_and_standard_error():
+    assert report.n_score(15.0, 10.0, 20.0) == 0.5
+    assert report.n_score(10.0, 10.0, 20.0) == 0
+    assert report.standard_error([1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(3))
+    assert math.isnan(report.standard_error([1.0]))
+
+
+def test_reaching_a_return_is_the_means_business():
+    """One run is there at step 50, their mean only at step 100."""
+    steps, seconds = np.array([0, 50, 100]), np.array([0.0, 5.0, 10.0])
+    curves = ([0.0, 40.0, 40.0], [0.0, 10.0, 40.0])
+    points = [{"step": steps, "seconds": seconds, "return": np.array(curve)} for curve in curves]
+    group = report.Group([report.Run("r", TASK, "SDAR", i, 100, p) for i, p in enumerate(points)])
+    assert report.reach(group, 30) == (100, 10)
+    assert report.reach(group, 20) == (50, 5)
+    assert report.reach(group, 41) is None
+
+
+def test_probability_of_improvement_is_rliables():
+    generator = np.random.default_rng(0)
+    x, y = generator.integers(0, 4, (5, 3)), generator.integers(0, 4, (7, 3))  # with ties, and unequal seeds
+    assert report.probability_of_improvement(x, y) == pytest.approx(metrics.probability_of_improvement(x, y))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(13122.4, "13122"), (275.93, "275.9"), (-22.512, "-22.51"), (0.0123, "0.01"), (0, "0.00"), (math.inf, "∞")],
+)
+def test_numbers_are_plain_decimals(value, text):
+    assert report.number(value) == text
+
+
+# The tables, from event files to CSV, against numbers worked out by hand.
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """SAC ends at 30 and 34 (mean 32), SDAR at 50 and 54 (mean 52); the random policy has 10."""
+    root = tmp_path_factory.mktemp("study")
+    for seed, more in ((1, 0), (2, 4)):
+        make_run(root / "runs", "sac_continuous_action", seed, {0: 10, 50: 20 + more, 100: 30 + more}, apr=(1.0, 1.0))
+        make_run(root / "runs", "sdar_continuous_action", seed, {0: 10, 50: 40 + more, 100: 50 + more}, apr=(2.0, 6.0))
+    return build(root / "runs", root / "report")
+
+
+def test_returns_with_standard_errors(study):
+    sac = find(records(study, "table2_return"), algorithm="SAC")
+    sdar = find(records(study, "table2_return"), algorithm="SDAR")
+    assert float(sac["return"]) == 32
+    assert float(sdar["return"]) == 52
+    assert float(sac["standard_error"]) == pytest.approx(2)  # of 30 and 34: 2.83 / √2
+    assert float(sac["n_score"]) == pytest.approx(1)
+    assert float(sdar["n_score"]) == pytest.approx((52 - 10) / (32 - 10))
+    assert (float(sdar["apr"]), float(sdar["afr"]), float(sdar["afr_per_dim"])) == (4, 1, 0.5)
+    assert (sdar["seeds"], sdar["steps"]) == ("2", "100")
+
+
+def test_auc_scores(study):
+    """Mean heights: SAC (15 + 25)/2 = 20 and (17 + 29)/2 = 23, SDAR 35 and 38; the best algorithm's mean is 36.5."""
+    sac = find(records(study, "auc_by_task"), algorithm="SAC")
+    sdar = find(records(study, "auc_by_task"), algorithm="SDAR")
+    assert float(sac["normalised_auc"]) == pytest.approx((21.5 - 10) / (36.5 - 10))
+    assert float(sac["standard_error"]) == pytest.approx(1.5 / 26.5)
+    assert float(sdar["normalised_auc"]) == pytest.approx(1)
+    average = find(records(study, "table1_auc"), algorithm="SAC", category="average")
+    assert float(average["normalised_auc"]) == pytest.approx((21.5 - 10) / (36.5 - 10))
+
+
+def test_time_to_reach_sacs_final_return(study):
+    """SDAR's mean is 42 at step 50 already, above SAC's final 32; ten steps a second."""
+    rows = records(study, "time_cost")
+    sac, sdar = find(rows, algorithm="SAC"), find(rows, algorithm="SDAR")
+    assert (float(sac["steps"]), float(sac["seconds"])) == (100, 10)
+    assert (float(sdar["steps"]), float(sdar["seconds"])) == (50, 5)
+
+
+def test_apr_by_dimension(study):
+    rows = records(study, "table3_dimensions")
+    assert [float(find(rows, algorithm="SDAR", dimension=d)["apr"]) for d in "01"] == [2, 6]
+    assert [float(find(rows, algorithm="SAC", dimension=d)["apr"]) for d in "01"] == [1, 1]
+
+
+def test_aggregates(study):
+    """Two runs of one task: the IQM of two values is their mean, and every run of SDAR beats every one of SAC."""
+    rows = records(study, "aggregates")
+    iqm = find(rows, algorithm="SDAR", measure="iqm_n_score")
+    assert float(iqm["estimate"]) == pytest.approx((52 - 10) / (32 - 10))
+    assert float(iqm["low_95"]) == pytest.approx((50 - 10) / (32 - 10))
+    better = find(rows, algorithm="SAC", measure="probability_sdar_is_better")
+    assert (float(better["estimate"]), float(better["low_95"])) == (1, 1)
+
+
+def test_curve_is_the_mean_with_standard_errors(study):
+    (task,), _ = report.choose(report.read_evaluations(study / "evaluations.csv")[0], None)
+    figure, axis = report.plt.subplots()
+    report.draw_curves(axis, task, report.palette(["SAC", "SDAR"]), count_seeds=True)
+    lines = {line.get_label(): line for line in axis.lines}
+    assert lines["SDAR (2 seeds)"].get_xydata().tolist() == [[0, 10], [50, 42], [100, 52]]
+    assert lines["SDAR (2 seeds)"].get_color() == "#d62728"
+    band = axis.collections[1].get_paths()[0].vertices
+    assert sorted(set(band[band[:, 0] == 100, 1])) == pytest.approx([50, 54])  # 52 ± 2
+    report.plt.close(figure)
+
+
+def test_tables_are_there_in_three_formats(study):
+    for name in ("table1_auc", "auc_by_task", "table2_return", "table3_dimensions", "time_cost", "aggregates", "runs"):
+        assert (study / "tables" / f"{name}.csv").stat().st_size > 0
+        markdown = (study / "tables" / f"{name}.md").read_text()
+        lines = [line for line in markdown.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) == 1, name
+        latex = (study / "tables" / f"{name}.tex").read_text()
+        body = latex.split(r"\toprule")[1].split(r"\bottomrule")[0]
+        columns = len(re.search(r"\\begin{tabular}{(l?c*)}", latex)[1])
+        assert {line.count("&") for line in body.splitlines() if "&" in line} == {columns - 1}, name
+        assert not re.search(r"(?<!\\)[_%#]|[±∞≥₀]", body), name
+    table = (study / "tables" / "table2_return.md").read_text()
+    assert "**52.00 ± 2.00**" in table
+    assert "32.00 ± 2.00" in table
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_latex_compiles(study, tmp_path):
+    inputs = "".join(f"\\input{{{path}}}" for path in sorted((study / "tables").glob("*.tex")))
+    page = r"\documentclass{article}\usepackage{booktabs}\usepackage[utf8]{inputenc}\begin{document}" + inputs
+    (tmp_path / "page.tex").write_text(page + r"\end{document}")
+    line = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+# The page.
+
+
+def test_page_is_whole_without_a_network(study):
+    page = (study / "index.html").read_text()
+    assert page.count("<figure") == page.count("data:image/png;base64,") >= 6
+    for table in ("table1_auc", "table2_return", "table3_dimensions", "time_cost", "aggregates", "runs"):
+        assert f'<table id="{table}">' in page
+    assert not re.search(r'(src|href)="(?!data:|#|figures/|tables/|evaluations)', page)
+    for target in re.findall(r'href="((?:figures|tables)/[^"]+|evaluations[^"]+)"', page):
+        assert (study / target).exists(), target
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_page_renders_in_a_browser(study, tmp_path):
+    line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    shot = subprocess.run([*line, (study / "index.html").as_uri()], capture_output=True, text=True, check=False)
+    assert shot.returncode == 0, shot.stderr
+    assert shot.stdout.count("<img") >= 6
+    assert "52.00 ± 2.00" in shot.stdout
+
+
+def test_same_report_from_its_csv(study, tmp_path):
+    report.main(report.Args(from_csv=(study / "evaluations.csv",), out=tmp_path / "again", bootstrap=50))
+    for path in sorted((study / "tables").glob("*.csv")):
+        if path.name != "runs.csv":  # commit and device are only in the runs
+            assert (tmp_path / "again" / "tables" / path.name).read_text() == path.read_text(), path.name
+
+
+# What must not be averaged.
+
+
+def read(runs: Path, out: Path, **values) -> report.Study:
+    return report.read_study(report.Args(runs_dirs=(runs,), out=out, workers=1, random_episodes=2, **values))
+
+
+def final_return(study: report.Study, algorithm: str = "SDAR") -> float:
+    (task,) = study.tasks
+    return task.groups[algorithm].final("return").mean()
+
+
+def seeds(study: report.Study) -> dict[str, list[int]]:
+    (task,) = study.tasks
+    return {algorithm: [run.seed for run in group.runs] for algorithm, group in task.groups.items()}
+
+
+BAD = {
+    "unfinished": ({"returns": {0: 0, 50: 999}}, "unfinished, at step 50 of 100"),
+    "short": ({"returns": {0: 0, 40: 999}, "budget": 40}, "40 steps, where the other runs have 100"),
+    "not finite": ({"returns": {0: 10, 50: math.nan, 100: 999}}, "its return is not finite at step 50"),
+    "infinite": ({"returns": {0: 10, 50: 20, 100: math.inf}}, "its return is not finite at step 100"),
+    "no evaluation": ({"returns": {}}, "no evaluation yet"),
+    "off the grid": ({"returns": {0: 0, 70: 999, 200: 999}, "budget": 200}, "not evaluated at their last step, 100"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_run_is_named_and_left_out(fault, tmp_path):
+    about, reason = BAD[fault]
+    make_run(tmp_path / "runs", seed=1)
+    make_run(tmp_path / "runs", seed=2)
+    make_run(tmp_path / "runs", seed=3, name="the bad one", **about)
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert any(re.search(rf"the bad one: .*{reason}", note) for note in study.notes)
+    assert final_return(study) == 30
+    assert seeds(study) == {"SDAR": [1, 2]}
+
+
+def test_unfinished_runs_alone_still_make_a_page(tmp_path):
+    make_run(tmp_path / "runs", returns={0: 10, 50: 20}, name="under way")
+    page = (build(tmp_path / "runs", tmp_path / "out") / "index.html").read_text()
+    assert "under way: unfinished, at step 50 of 100" in page
+    assert 'id="curves"' in page
+    assert "table2_return" not in page
+
+
+def test_longer_run_is_cut(tmp_path):
+    make_run(tmp_path / "runs", seed=1)
+    make_run(tmp_path / "runs", seed=2)
+    make_run(tmp_path / "runs", seed=3, returns={0: 10, 50: 20, 100: 60, 200: 999}, budget=200, name="long")
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert "long: longer than the others, cut at step 100 of 200" in study.notes
+    assert final_return(study) == 40
+
+
+def test_max_steps_looks_at_the_beginning_only(tmp_path):
+    make_run(tmp_path / "runs", seed=1)
+    make_run(tmp_path / "runs", seed=2, returns={0: 10, 50: 40}, budget=1000, name="not finished, but far enough")
+    assert final_return(read(tmp_path / "runs", tmp_path / "out", max_steps=50)) == 30
+
+
+def test_one_seed_counts_once(tmp_path):
+    make_run(tmp_path / "runs", name="first try", returns={0: 0, 100: 999})
+    make_run(tmp_path / "runs", name="second try")
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert "first try: seed 1 again, second try is used" in study.notes
+    assert final_return(study) == 30
+
+
+def test_other_settings_are_another_algorithm(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / "runs", seed=seed)
+    make_run(tmp_path / "runs", seed=3, name="wide", returns={0: 0, 100: 999}, hidden_dim=256)
+    make_run(tmp_path / "runs", seed=4, name="joint", returns={0: 0, 100: 7}, exp_name="sdar_continuous_action-joint")
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert f"{TASK}, SDAR: settings differ; without a remark it is hidden-dim 16" in study.notes
+    assert final_return(study) == 30
+    assert final_return(study, "SDAR (hidden-dim 256)") == 999
+    assert final_return(study, "SDAR joint") == 7
+
+
+def test_missing_seeds_are_named(tmp_path):
+    for seed in (1, 2, 3):
+        make_run(tmp_path / "runs", seed=seed)
+        if seed != 2:
+            make_run(tmp_path / "runs", "sac_continuous_action", seed)
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert f"{TASK}, SAC: 2 seeds, without 2" in study.notes
+    assert seeds(study) == {"SAC": [1, 3], "SDAR": [1, 2, 3]}
+
+
+def test_aggregates_keep_to_what_all_have(tmp_path):
+    """SAC has two seeds on one task and one on the other, TAAC no run on the other at all."""
+    other = "tests.tasks:Endless-v0"
+    for task, seeds in ((TASK, (1, 2)), (other, (1,))):
+        for seed in seeds:
+            make_run(tmp_path / "runs", "sac_continuous_action", seed, {0: 30, 100: 40}, task=task)
+            make_run(tmp_path / "runs", "sdar_continuous_action", seed, {0: 30, 100: 50}, task=task)
+    make_run(tmp_path / "runs", "taac_continuous_action", 1, {0: 30, 100: 60}, task=TASK)
+    study = read(tmp_path / "runs", tmp_path / "out")
+    scores, tasks, notes = report.score_matrices(study.tasks, study.zeros)
+    assert f"{other}: not in the aggregates over tasks, because TAAC has no run there" in notes
+    assert (tasks, {name: matrix.shape for name, matrix in scores.items()}) == (
+        [TASK],
+        {"SAC": (2, 1), "TAAC": (1, 1), "SDAR": (2, 1)},
+    )
+    shutil.rmtree(next((tmp_path / "runs").glob("*taac*")))
+    study = read(tmp_path / "runs", tmp_path / "out")
+    scores, tasks, notes = report.score_matrices(study.tasks, study.zeros)
+    assert "SAC: the aggregates use 1 seeds of each task, the fewest that one has" in notes
+    assert (len(tasks), scores["SDAR"].shape) == (2, (1, 2))
+
+
+def test_sac_no_better_than_random_gives_no_n_score(tmp_path):
+    make_run(tmp_path / "runs", "sac_continuous_action", returns={0: 10, 100: 9})
+    make_run(tmp_path / "runs", "sdar_continuous_action")
+    study = read(tmp_path / "runs", tmp_path / "out")
+    scores, _, notes = report.score_matrices(study.tasks, study.zeros)
+    assert scores == {}
+    assert notes[0].startswith(f"{TASK}: no n-scores, because")
+    assert math.isnan(find(report.return_table(study.tasks, study.zeros).records, algorithm="SDAR")["n_score"])
+
+
+# Files that are not what they should be.
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_truncated_log_keeps_what_is_whole(cut, tmp_path):
+    make_run(tmp_path / "runs", seed=1)
+    broken = make_run(tmp_path / "runs", seed=2, name="broken")
+    (log,) = broken.glob("events.*")
+    log.write_bytes(log.read_bytes()[:-cut])
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert any(re.match(r"broken: events\S+ is damaged or cut off at byte", note) for note in study.notes)
+    assert final_return(study) == 30
+
+
+def test_flipped_bit_hides_what_follows(tmp_path):
+    make_run(tmp_path / "runs", seed=1)
+    broken = make_run(tmp_path / "runs", seed=2, returns={0: 0, 50: 0, 100: 999}, name="broken")
+    (log,) = broken.glob("events.*")
+    contents = bytearray(log.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    log.write_bytes(contents)
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert any(note.startswith(("broken: unfinished", "broken: no evaluation")) for note in study.notes)
+    assert final_return(study) == 30
+
+
+@pytest.mark.parametrize(
+    "contents", ["", "[]", '{"args": {}}', '{"script": "x", "args": {"env_id": "a", "seed": "b"}}']
+)
+def test_damaged_args_are_named(contents, tmp_path):
+    make_run(tmp_path / "runs", seed=1)
+    make_run(tmp_path / "runs", seed=2, name="broken").joinpath("args.json").write_text(contents)
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert any(note.startswith("broken: args.json or logs cannot be read") for note in study.notes)
+    assert seeds(study) == {"SDAR": [1]}
+
+
+def test_half_made_and_foreign_folders(tmp_path):
+    make_run(tmp_path / "runs" / "deep" / "er")
+    make_run(tmp_path / "runs", seed=2, name=".half-made.123")
+    SummaryWriter(tmp_path / "runs" / "foreign").close()
+    study = read(tmp_path / "runs", tmp_path / "out")
+    (note,) = study.notes
+    assert "foreign has logs but no args.json" in note
+    assert seeds(study) == {"SDAR": [1]}
+
+
+def test_task_that_is_not_installed(tmp_path):
+    for script in ("sac_continuous_action", "sdar_continuous_action"):
+        make_run(tmp_path / "runs", script, task="NotHere-v0")
+    out = build(tmp_path / "runs", tmp_path / "out")
+    page = (out / "index.html").read_text()
+    assert "NotHere-v0: no normalised scores, because the random policy cannot be run" in page
+    assert float(find(records(out, "table2_return"), algorithm="SDAR")["return"]) == 30
+    assert "table1_auc" not in page
+
+
+def test_logs_are_read_again_only_when_they_change(tmp_path, monkeypatch):
+    directory = make_run(tmp_path / "runs")
+    opened = []
+    original = report.read_events
+    monkeypatch.setattr(report, "read_events", lambda path: opened.append(path) or original(path))
+    for _ in range(2):
+        read(tmp_path / "runs", tmp_path / "out")
+    assert len(opened) == 1
+    with SummaryWriter(directory) as writer:
+        writer.add_scalar("eval/return", 70, 100)  # logged again by a resumed run: the later one counts
+    study = read(tmp_path / "runs", tmp_path / "out")
+    assert len(opened) == 2
+    assert final_return(study) == 70
+
+
+def test_random_policy_is_measured_once(tmp_path, monkeypatch):
+    make_run(tmp_path / "runs")
+    assert read(tmp_path / "runs", tmp_path / "out").random_returns == {TASK: [10, 10]}
+    monkeypatch.setitem(sys.modules, "sdar_continuous_action", None)  # cannot be measured any more
+    assert read(tmp_path / "runs", tmp_path / "out").random_returns == {TASK: [10, 10]}
+
+
+# Bad input.
+
+
+def test_bad_input_says_what_to_do(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "index.html").write_text("mine")
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    cases = [
+        ([], "name the folder with the runs"),
+        ([tmp_path / "nowhere"], "is not a directory"),
+        ([tmp_path / "empty"], "no runs under"),
+        ([runs, "--out", tmp_path / "thesis"], "not an earlier report"),
+        ([runs, "--out", tmp_path / "bad.csv"], "not an earlier report"),
+        ([runs, "--bootstrap", "0"], "--bootstrap must be at least 1"),
+        ([runs, "--dimensions-task", "Ant-v4"], f"has no run here; there are {TASK}"),
+        (["--from-csv", tmp_path / "bad.csv"], "is not an evaluations.csv"),
+        (["--from-csv", tmp_path / "no.csv"], "cannot read"),
+    ]
+    for words, message in cases:
+        with pytest.raises(SystemExit) as stop:
+            report.main(report.tyro.cli(report.Args, args=["--out", str(tmp_path / "out"), *map(str, words)]))
+        assert str(stop.value).startswith("error: "), words
+        assert message in str(stop.value)
+        assert "\n" not in str(stop.value)
+    assert (tmp_path / "thesis" / "index.html").read_text() == "mine"
+
+
+# The real thing.
+
+
+def test_from_real_runs_to_the_page(tmp_path):
+    """Tiny runs of two scripts go through the whole path as a user would take it."""
+    about = {**TINY, "env_id": TASK, "total_timesteps": 60, "eval_every": 30, "runs_dir": str(tmp_path / "runs")}
+    for name in ("sdar_continuous_action", "sac_continuous_action"):
+        script = load(name)
+        for seed in (1, 2):
+            script.train(script.Args(**about, seed=seed, run_name=f"{name}-{seed}"))
+    line = [sys.executable, str(ROOT / "report.py"), str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 task, 2 algorithms, 4 of 4 runs compared" in done.stdout
+    logged = scalars(tmp_path / "runs" / "sdar_continuous_action-1")
+    with open(tmp_path / "out" / "evaluations.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["run"] == "sdar_continuous_action-1"]
+    for column, tag in (("return", "eval/return"), ("apr_dim_1", "eval/apr_dim_1"), ("seconds", "charts/seconds")):
+        expected = torch.tensor([value for _, value in logged[tag]])
+        torch.testing.assert_close(torch.tensor([float(row[column]) for row in rows]), expected)
+    assert [int(row["step"]) for row in rows] == [0, 30, 60]
+
+
+def test_help_explains_itself():
+    line = [sys.executable, str(ROOT / "report.py"), "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "earlier report there is replaced" in " ".join(done.stdout.replace("│", " ").split())
