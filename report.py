@@ -406,7 +406,7 @@ def choose(runs: list[Run], max_steps: int | None) -> tuple[list[Task], list[str
                 notes.append(f"{run.name}: {reason}: left out of averages")
                 others.append(run.cut(steps))
                 continue
-            if run.last_step > steps:
+            if budgets[id(run)] > steps:
                 notes.append(f"{run.name}: longer than the others, cut at step {steps:,} of {run.budget:,}")
             kept.append(run.cut(steps))
         groups = {}
