@@ -74,6 +74,31 @@ def checkpoint_step(run_directory) -> int:
     return torch.load(path, weights_only=True)["step"] if path.exists() else -1
 
 
+class PowerCut(BaseException):
+    pass
+
+
+def test_interrupted_at_random_steps(script, tmp_path, monkeypatch):
+    """Twice the run is gone between two steps, without a word, and goes on from its last checkpoint."""
+    rng = random.Random(time.time_ns())  # other steps in each run of the tests; the outcome must not depend on them
+    directory = tmp_path / "interrupted"
+    between_steps = script.Run.between_steps
+    for i, cut in enumerate(sorted(rng.sample(range(500), 2))):
+
+        def fail_at_cut(run, cut=cut):
+            if run.step == cut:
+                raise PowerCut
+            between_steps(run)
+
+        monkeypatch.setattr(script.Run, "between_steps", fail_at_cut)
+        with pytest.raises(PowerCut):
+            script.train(make_args(script, directory, resume=i > 0))
+    monkeypatch.undo()
+    script.train(make_args(script, directory, resume=True))
+    assert_same_as_whole(script, directory)
+
+
+@shared_code
 def test_killed_at_random_moments(script, tmp_path):
     """SIGKILL twice: at any time after the start, and again at any time after it has got further."""
     rng = random.Random(time.time_ns())  # another moment in each run of the tests; the outcome must not depend on it
