@@ -9,6 +9,7 @@ Reinforcement Learning with a Stochastic Actor", ICML 2018.
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import fcntl
 import io
@@ -385,8 +386,8 @@ class StateActionMLP(nn.Module):
             x = self.fc1(torch.cat([obs, actions], dim=-1))
         else:  # many actions per state, (K, batch, |A|): they share the state's half of the layer
             obs_weight, act_weight = self.fc1.weight.tensor_split([self.obs_dim], dim=1)
-            x = F.linear(obs, obs_weight, self.fc1.bias) + F.linear(actions, act_weight)
-        return self.fc3(F.relu(self.fc2(F.relu(x))))
+            x = F.linear(actions, act_weight).add_(F.linear(obs, obs_weight, self.fc1.bias))
+        return self.fc3(self.fc2(x.relu_()).relu_())
 
 
 class Critic(StateActionMLP):
@@ -429,7 +430,7 @@ class Actor(nn.Module):
         self.fc3 = nn.Linear(hidden_dim, 2 * act_dim)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        mean, raw_log_std = self.fc3(F.relu(self.fc2(F.relu(self.fc1(obs))))).chunk(2, dim=-1)
+        mean, raw_log_std = self.fc3(self.fc2(self.fc1(obs).relu_()).relu_()).chunk(2, dim=-1)
         return mean, bounded_log_std(raw_log_std)
 
 
@@ -509,7 +510,24 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:
-    return torch.compile(function, mode="reduce-overhead" if device.type == "cuda" else None)
+    """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
+    if device.type == "cuda":
+        fast = torch.compile(function, mode="reduce-overhead")
+    else:  # the eager generator is the faster one, and draws what the run would draw without --compile
+        fast = torch.compile(function, options={"fallback_random": True})
+    ready = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal ready
+        if ready:
+            return fast(*inputs)
+        began, ready = time.monotonic(), True
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # the backward pass now, too
+            outputs = fast(*inputs)
+        say(f"compiled {function.__name__} in {time.monotonic() - began:.0f} s")
+        return outputs
+
+    return call
 
 
 # --- end shared ---
@@ -838,6 +856,14 @@ def seed_everything(args: CommonArgs) -> None:
     np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc reuse the memory of freed tensors; it would return it to the kernel and fault it in at each update."""
+    if platform.libc_ver()[0] == "glibc":
+        libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3  # from malloc.h
+        libc.mallopt(mmap_threshold, 2**25)  # its own limit; what is larger, as a replay buffer, is mapped as ever
+        libc.mallopt(trim_threshold, 2**30)
 
 
 def describe_run(args: CommonArgs, device: torch.device) -> dict[str, Any]:
@@ -1259,6 +1285,7 @@ class Run:
 def train(args: Args) -> Path:
     """Soft actor-critic over decisions, with an update at every environment step. Returns the run directory."""
     check_args(args)
+    keep_freed_memory()
     seed_everything(args)
     device = choose_device(args)
     env = make_env(args.env_id)

@@ -11,6 +11,7 @@ Equation numbers in the docstrings are the paper's.
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import fcntl
 import io
@@ -406,8 +407,8 @@ class StateActionMLP(nn.Module):
             x = self.fc1(torch.cat([obs, actions], dim=-1))
         else:  # many actions per state, (K, batch, |A|): they share the state's half of the layer
             obs_weight, act_weight = self.fc1.weight.tensor_split([self.obs_dim], dim=1)
-            x = F.linear(obs, obs_weight, self.fc1.bias) + F.linear(actions, act_weight)
-        return self.fc3(F.relu(self.fc2(F.relu(x))))
+            x = F.linear(actions, act_weight).add_(F.linear(obs, obs_weight, self.fc1.bias))
+        return self.fc3(self.fc2(x.relu_()).relu_())
 
 
 class Critic(StateActionMLP):
@@ -474,7 +475,7 @@ def act_given_mask(policy: ActionPolicy, obs: Tensor, prev_actions: Tensor, act_
 
 def selection_log_prob(selection_logits: Tensor, act_mask: Tensor) -> Tensor:
     """log β(b | s, a⁻), summed over the bits."""
-    return F.logsigmoid(torch.where(act_mask, selection_logits, -selection_logits)).sum(-1)
+    return (act_mask * selection_logits - F.softplus(selection_logits)).sum(-1)  # log σ(x) = x - softplus(x)
 
 
 def selection_entropy(selection_logits: Tensor) -> Tensor:
@@ -560,7 +561,24 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:
-    return torch.compile(function, mode="reduce-overhead" if device.type == "cuda" else None)
+    """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
+    if device.type == "cuda":
+        fast = torch.compile(function, mode="reduce-overhead")
+    else:  # the eager generator is the faster one, and draws what the run would draw without --compile
+        fast = torch.compile(function, options={"fallback_random": True})
+    ready = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal ready
+        if ready:
+            return fast(*inputs)
+        began, ready = time.monotonic(), True
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # the backward pass now, too
+            outputs = fast(*inputs)
+        say(f"compiled {function.__name__} in {time.monotonic() - began:.0f} s")
+        return outputs
+
+    return call
 
 
 # --- end shared ---
@@ -640,10 +658,11 @@ class Agent(nn.Module):
         minimise(loss, self.optimizers["critics"])
         update_policies = step % args.policy_frequency == 0
         if update_policies:
+            selection_logits = self.selection(batch["obs"], batch["prev_actions"])  # β changes last: one pass will do
             for _ in range(args.policy_frequency if args.compensate_policy_delay else 1):
-                loss, policy_metrics = self.policy_loss(batch)
+                loss, policy_metrics = self.policy_loss(batch, selection_logits.detach())
                 minimise(loss, self.optimizers["policy"], self.optimizers["alphas"])
-            loss, selection_metrics = self.selection_loss(batch)
+            loss, selection_metrics = self.selection_loss(batch, selection_logits)
             minimise(loss, self.optimizers["selection"])
             metrics = {**metrics, **policy_metrics, **selection_metrics}
         if update_policies or args.compensate_policy_delay:
@@ -673,10 +692,9 @@ class Agent(nn.Module):
         }
         return q1_loss + q2_loss, metrics
 
-    def policy_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy_loss(self, batch: dict[str, Tensor], selection_logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Eq. 7 for π, with b ~ β and no gradient through b, plus Eq. 10 for both temperatures."""
         with torch.no_grad():
-            selection_logits = self.selection(batch["obs"], batch["prev_actions"])
             first = batch["first"].bool()
             act_mask = sample_act_mask(selection_logits) | first[:, None]  # where a⁻ does not exist, all act
             entropy_selection = masked_mean(selection_entropy(selection_logits), ~first)
@@ -695,10 +713,9 @@ class Agent(nn.Module):
         }
         return policy_loss + alpha_loss, metrics  # they share no parameter: one backward pass serves both
 
-    def selection_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def selection_loss(self, batch: dict[str, Tensor], selection_logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Eq. 8 or Eq. 9 for β over the rows that have a previous action."""
         obs, prev_actions = batch["obs"], batch["prev_actions"]
-        selection_logits = self.selection(obs, prev_actions)
         with torch.no_grad():
             if self.exact:
                 act_masks = self.schemas
@@ -974,6 +991,14 @@ def seed_everything(args: CommonArgs) -> None:
     np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc reuse the memory of freed tensors; it would return it to the kernel and fault it in at each update."""
+    if platform.libc_ver()[0] == "glibc":
+        libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3  # from malloc.h
+        libc.mallopt(mmap_threshold, 2**25)  # its own limit; what is larger, as a replay buffer, is mapped as ever
+        libc.mallopt(trim_threshold, 2**30)
 
 
 def describe_run(args: CommonArgs, device: torch.device) -> dict[str, Any]:
@@ -1395,6 +1420,7 @@ class Run:
 def train(args: Args) -> Path:
     """Algorithm 1. Returns the run directory."""
     check_args(args)
+    keep_freed_memory()
     seed_everything(args)
     device = choose_device(args)
     env = make_env(args.env_id)

@@ -9,6 +9,7 @@ Biedenkapp, Rajan, Hutter and Lindauer, "TempoRL: Learning When to Act", ICML 20
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import fcntl
 import io
@@ -412,7 +413,7 @@ class MLP(nn.Module):
         self.fc3 = nn.Linear(narrower, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
+        return self.fc3(self.fc2(self.fc1(x).relu_()).relu_())
 
 
 class Actor(MLP):
@@ -509,7 +510,24 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:
-    return torch.compile(function, mode="reduce-overhead" if device.type == "cuda" else None)
+    """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
+    if device.type == "cuda":
+        fast = torch.compile(function, mode="reduce-overhead")
+    else:  # the eager generator is the faster one, and draws what the run would draw without --compile
+        fast = torch.compile(function, options={"fallback_random": True})
+    ready = False
+
+    def call(*inputs: Any) -> Any:
+        nonlocal ready
+        if ready:
+            return fast(*inputs)
+        began, ready = time.monotonic(), True
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # the backward pass now, too
+            outputs = fast(*inputs)
+        say(f"compiled {function.__name__} in {time.monotonic() - began:.0f} s")
+        return outputs
+
+    return call
 
 
 # --- end shared ---
@@ -839,6 +857,14 @@ def seed_everything(args: CommonArgs) -> None:
     np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc reuse the memory of freed tensors; it would return it to the kernel and fault it in at each update."""
+    if platform.libc_ver()[0] == "glibc":
+        libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3  # from malloc.h
+        libc.mallopt(mmap_threshold, 2**25)  # its own limit; what is larger, as a replay buffer, is mapped as ever
+        libc.mallopt(trim_threshold, 2**30)
 
 
 def describe_run(args: CommonArgs, device: torch.device) -> dict[str, Any]:
@@ -1260,6 +1286,7 @@ class Run:
 def train(args: Args) -> Path:
     """DDPG with skips. Returns the run directory."""
     check_args(args)
+    keep_freed_memory()
     seed_everything(args)
     device = choose_device(args)
     env = make_env(args.env_id)

@@ -1,7 +1,9 @@
 """What every script has in common: tasks, replay buffer, metrics, logs, run directories and their errors."""
 
 import json
+import platform
 import re
+import resource
 import subprocess
 import sys
 from collections import defaultdict
@@ -145,6 +147,22 @@ def test_goal_tasks_concatenate_observation_and_desired_goal(env_id):
     obs, _ = env.reset(seed=1)
     plain, _ = env.unwrapped.reset(seed=1)
     np.testing.assert_array_equal(obs, np.concatenate([plain["observation"], plain["desired_goal"]]).astype(np.float32))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators need no help")
+@shared_code
+def test_freed_tensors_leave_their_memory_to_the_next_ones(script, tmp_path):
+    train(script, tmp_path, env_id="tests.tasks:Endless-v0")
+
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            tensors = [torch.ones(2**20) for _ in range(8)]  # 4 MiB or 1024 pages each
+            del tensors
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    page_faults()
+    assert page_faults() < 1024
 
 
 @shared_code

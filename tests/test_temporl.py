@@ -321,7 +321,6 @@ def test_update_runs_on_the_meta_device():
     assert all(value.device.type == "meta" for value in metrics.values())
 
 
-@torch._inductor.config.patch(fallback_random=True)  # the eager random numbers
 def test_compiled_losses_equal_eager_ones():
     torch._dynamo.reset()
     eager, fast = (make_agent(compile=c) for c in (False, True))
