@@ -17,6 +17,7 @@ train: $(READY)
 test: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/shellcheck benchmark.sh tests/start_slurm.sh .ci/run
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 $(READY): requirements.txt

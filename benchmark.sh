@@ -1,0 +1,610 @@
+#!/usr/bin/env bash
+# Sweeps algorithms × tasks × seeds and ends with the report: ./benchmark.sh --quick (alone, it explains itself).
+if ((BASH_VERSINFO[0] < 4)); then
+    echo "error: bash 4 or newer is needed, this is $BASH_VERSION (macOS: brew install bash)" >&2
+    exit 1
+fi
+set -euo pipefail
+
+usage() {
+    cat <<'HELP'
+Sweeps algorithms × tasks × seeds, as the paper does, and ends with the report.
+
+  ./benchmark.sh --quick                    six algorithms on small tasks: minutes on two cores
+  ./benchmark.sh --paper --gpus 0,1 --workers 8
+  ./benchmark.sh --paper --slurm --partition gpu --time 24:00:00 --gpus-per-task 1
+  ./benchmark.sh --algos sdar,sac --tasks Hopper-v4,Ant-v4 --seeds 3 --workers 2
+  ./benchmark.sh --algos sdar --label joint --extra-args "--selection joint"
+
+The same command again continues: finished runs are skipped, interrupted ones resumed, nothing is overwritten. Ctrl-C
+stops all runs with a checkpoint (a second one at once). The exit status is 0 when every run is finished.
+
+What to run (what is not named is as in the paper: 6 algorithms, 11 tasks, 10 seeds):
+  --quick               small networks and budgets, in quick/; other options still hold
+  --paper               all of it: 660 runs
+  --algos LIST          of sdar,sac,nrep,taac,temporl,ute
+  --tasks LIST          Gymnasium ids, of the paper or not
+  --seeds N | LIST      10 is 1 to 10; 1,2,5 is these; 7, is 7 alone
+  --total-timesteps N   steps of each run (default: the task's budget; other tasks than the paper's need it)
+  --extra-args "…"      options for every run, as the scripts take them
+  --label NAME          added to the name of the experiment, to keep variants apart
+  --track               log to Weights & Biases, grouped by algorithm and task
+
+Where and how:
+  --runs-dir DIR        run directories, and logs in .logs/ (default: runs)
+  --report-dir DIR      the report (default: report)
+  --workers N           runs at a time (default: 1, or one per GPU)
+  --gpus LIST           train on these GPUs in turn (default: on the CPU, one thread for each run)
+  --retries N           how often a failed run is tried again (default: 1)
+  --dry-run             print the commands, start nothing and check nothing but the options
+
+On a cluster, instead of --workers and --gpus:
+  --slurm               submit one job array; tasks that are preempted or reach their time limit continue by themselves
+  --partition NAME  --time LIMIT  --mem SIZE  --gpus-per-task N  --cpus-per-task N  --max-running N
+
+PYTHON=… names the interpreter (default: .venv/bin/python beside this script, else python3). OMP_NUM_THREADS is 1 unless set.
+HELP
+}
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ALGOS=sdar,sac,nrep,taac,temporl,ute
+declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nrep]=nrep_sac [taac]=taac_continuous_action
+    [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
+
+# Each task's steps and the n of N-Rep. What the paper does not print is ours.
+PAPER="MountainCarContinuous-v0 100000 4
+LunarLanderContinuous-v3 300000 4
+BipedalWalker-v3 600000 4
+HalfCheetah-v4 3000000 2
+Humanoid-v4 3000000 4
+Walker2d-v4 1500000 4
+Hopper-v4 1000000 4
+Ant-v4 3000000 2
+FetchReach-v4 100000 2
+Pusher-v5 500000 4
+Reacher-v4 100000 2"
+declare -A BUDGET REPEAT
+while read -r task budget repeat; do
+    BUDGET[$task]=$budget REPEAT[$task]=$repeat
+done <<<"$PAPER"
+
+QUICK_TASKS=Reacher-v4,Pendulum-v1
+QUICK_STEPS=4000
+QUICK_ARGS=(--hidden-dim 64 --batch-size 64 --learning-starts 500 --eval-every 1000 --eval-episodes 5)
+
+# --- options ---
+
+(($#)) || { usage; exit; }
+command_line=$(printf ' %q' "$0" "$@")
+preset='' algos='' tasks='' seeds='' total_timesteps='' extra_args='' label='' track='' runs_dir='' report_dir=''
+workers='' gpus='' retries=1 dry_run='' slurm='' partition='' time='' mem='' gpus_per_task='' cpus_per_task=''
+max_running='' slurm_task=''
+while (($#)); do
+    case $1 in
+        --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+        -h | --help) usage && exit ;;
+        --quick | --paper)
+            [[ -z $preset || $preset == "$1" ]] || fail "--quick and --paper are two different sweeps; choose one"
+            preset=$1 ;;
+        --track) track=yes ;;
+        --dry-run) dry_run=yes ;;
+        --slurm) slurm=yes ;;
+        --algos | --tasks | --seeds | --total-timesteps | --extra-args | --label | --runs-dir | --report-dir | --workers | \
+            --gpus | --retries | --partition | --time | --mem | --gpus-per-task | --cpus-per-task | --max-running | --slurm-task)
+            (($# > 1)) || fail "$1 needs a value"
+            [[ -n $2 ]] || fail "$1 has an empty value"
+            variable=${1#--} variable=${variable//-/_}
+            printf -v "$variable" %s "$2"
+            shift ;;
+        *) fail "unknown option $1; ./benchmark.sh alone lists them" ;;
+    esac
+    shift
+done
+
+is_count() { # VALUE MINIMUM
+    [[ $1 =~ ^(0|[1-9][0-9]{0,17})$ ]] && (($1 >= $2))
+}
+
+split() { # --option LIST: the entries of a comma-separated list, in $entries
+    local entry
+    declare -A seen=()
+    IFS=, read -ra entries <<<"$2"
+    ((${#entries[@]})) || fail "$1 is empty"
+    for entry in "${entries[@]}"; do
+        [[ -n $entry && $entry != *[[:space:]]* ]] || fail "$1 '$2': an entry is empty or has a space; write a,b,c"
+        [[ -z ${seen[$entry]:-} ]] || fail "$1 '$2' names $entry twice"
+        seen[$entry]=yes
+    done
+}
+
+absolute() { [[ $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
+
+find_python() {
+    if [[ -n ${PYTHON:-} ]]; then
+        python=$PYTHON
+    elif [[ -x $ROOT/.venv/bin/python ]]; then
+        python=$ROOT/.venv/bin/python
+    else
+        python=python3
+    fi
+    python=$(type -P "$python") || fail "there is no Python at '${PYTHON:-python3}'; make train sets one up, or name it with PYTHON=…"
+    python=$(absolute "$python")
+}
+
+check_options() {
+    local number entry name
+    [[ -n $preset$algos$tasks ]] || fail "what to run? Name --quick, --paper, --algos or --tasks"
+    for name in partition time mem gpus_per_task cpus_per_task max_running; do
+        [[ -n $slurm || -z ${!name} ]] || fail "--${name//_/-} is for --slurm only"
+    done
+    [[ -z $slurm || -z $workers$gpus ]] || fail "--workers and --gpus are for this machine; with --slurm, name --max-running and --gpus-per-task"
+    for name in workers total_timesteps cpus_per_task max_running; do
+        [[ -z ${!name} ]] || is_count "${!name}" 1 || fail "--${name//_/-} must be a whole number of at least 1, not '${!name}'"
+    done
+    for name in retries gpus_per_task; do
+        [[ -z ${!name} ]] || is_count "${!name}" 0 || fail "--${name//_/-} must be a whole number, not '${!name}'"
+    done
+    [[ -z $label || $label =~ ^[A-Za-z0-9._-]+$ ]] || fail "--label '$label' may have letters, digits, dots and dashes only"
+
+    gpu_list=()
+    if [[ -n $gpus ]]; then
+        split --gpus "$gpus"
+        gpu_list=("${entries[@]}")
+    fi
+    default_workers=${#gpu_list[@]}
+    ((default_workers)) || default_workers=1
+    workers=${workers:-$default_workers}
+
+    if [[ $preset == --quick ]]; then
+        tasks=${tasks:-$QUICK_TASKS} seeds=${seeds:-2} total_timesteps=${total_timesteps:-$QUICK_STEPS}
+        runs_dir=${runs_dir:-quick/runs} report_dir=${report_dir:-quick/report}
+    fi
+    runs_dir=$(absolute "${runs_dir:-runs}") report_dir=$(absolute "${report_dir:-report}")
+
+    split --algos "${algos:-$ALGOS}"
+    algo_list=("${entries[@]}")
+    for entry in "${algo_list[@]}"; do
+        [[ -n ${SCRIPT[$entry]:-} ]] || fail "--algos: there is no '$entry'; choose from $ALGOS"
+    done
+    split --tasks "${tasks:-$(cut -d ' ' -f 1 <<<"$PAPER" | paste -s -d , -)}"
+    task_list=("${entries[@]}")
+    for entry in "${task_list[@]}"; do
+        [[ -n ${total_timesteps:-${BUDGET[$entry]:-}} ]] || fail "$entry is not one of the paper's tasks and has no budget; name --total-timesteps"
+    done
+    seeds=${seeds:-10}
+    if [[ $seeds != *,* ]]; then
+        is_count "$seeds" 1 || fail "--seeds must be how many, or a list as in 1,2,5; not '$seeds'"
+        seed_list=()
+        for ((number = 1; number <= seeds; number++)); do seed_list+=("$number"); done
+    else
+        split --seeds "${seeds%,}"
+        seed_list=("${entries[@]}")
+        for entry in "${seed_list[@]}"; do
+            is_count "$entry" 0 || fail "--seeds: '$entry' is no seed"
+        done
+    fi
+
+    find_python
+    extra_list=()
+    [[ $preset == --quick ]] && extra_list=("${QUICK_ARGS[@]}")
+    if [[ -n $extra_args ]]; then
+        local words
+        words=$("$python" -c 'import shlex, sys; print(*shlex.split(sys.argv[1]), sep="\n")' "$extra_args" 2>/dev/null) ||
+            fail "--extra-args: the quotes in '$extra_args' do not match"
+        while read -r entry; do
+            name=${entry%%=*}
+            case ${name//_/-} in
+                --env-id | --seed | --total-timesteps | --exp-name | --run-name | --runs-dir | --resume | --cuda | --no-cuda | --track | --no-track)
+                    fail "--extra-args must not set $name: that is the sweep's; see its own options" ;;
+            esac
+            extra_list+=("$entry")
+        done <<<"$words"
+    fi
+}
+
+# --- runs ---
+
+# The sweep's runs, one entry of each for every run. Seeds first: a sweep that is half done is a smaller study.
+run_algo=() run_task=() run_seed=() run_name=() run_steps=()
+
+list_runs() {
+    local algo task seed
+    for seed in "${seed_list[@]}"; do
+        for task in "${task_list[@]}"; do
+            for algo in "${algo_list[@]}"; do
+                run_algo+=("$algo") run_task+=("$task") run_seed+=("$seed")
+                run_name+=("${task//\//-}__$(experiment "$algo")__$seed")
+                run_steps+=("${total_timesteps:-${BUDGET[$task]}}")
+            done
+        done
+    done
+}
+
+experiment() { echo "${SCRIPT[$1]}${label:+-$label}"; }
+
+make_command() { # RUN: the command that starts it, in $words
+    local algo=${run_algo[$1]} task=${run_task[$1]}
+    words=("$python" "$ROOT/${SCRIPT[$algo]}.py" --env-id "$task" --seed "${run_seed[$1]}" --total-timesteps "${run_steps[$1]}"
+        --exp-name "$(experiment "$algo")" --run-name "${run_name[$1]}" --runs-dir "$runs_dir")
+    [[ $algo == nrep ]] && words+=(--repeat "${REPEAT[$task]:-4}")
+    if [[ -n $gpus || ${gpus_per_task:-0} != 0 ]]; then words+=(--cuda); else words+=(--no-cuda); fi
+    [[ -n $track ]] && words+=(--track)
+    words+=(${extra_list[@]+"${extra_list[@]}"})
+}
+
+is_finished() { [[ -e $runs_dir/$1/agent.pt ]]; } # NAME
+
+resume_if_begun() { # NAME: adds --resume to $words
+    if [[ -d $runs_dir/$1 ]]; then words+=(--resume); fi
+}
+
+# Stands for Python's checks before anything starts: that it has the packages, the GPUs and the tasks, that each algorithm
+# takes the options, and that the runs there are, finished ones too, were made with the same ones.
+CHECK='
+import importlib, json, sys
+from pathlib import Path
+
+root, gpus, tasks = sys.argv[1:]
+sys.path[0] = root
+try:
+    import torch, tyro
+    import sac_continuous_action as any_script
+except ImportError as error:
+    sys.exit(f"error: {sys.executable} does not do ({error}); make train sets one up, or name another with PYTHON=…")
+if gpus and torch.cuda.device_count() != len(gpus.split(",")):
+    sys.exit(f"error: --gpus {gpus}: of these, PyTorch sees {torch.cuda.device_count()} here; without --gpus the CPU is used")
+for task in tasks.split(","):
+    any_script.make_env(task).close()
+seen = set()
+for record in sys.stdin.read().split("\0\n\0")[:-1]:
+    _, script, *words = record.split("\0")
+    module = importlib.import_module(Path(script).stem)
+    directory = Path(words[words.index("--runs-dir") + 1]) / words[words.index("--run-name") + 1]
+    if directory.exists() or module not in seen:
+        seen.add(module)
+        try:
+            args = tyro.cli(module.Args, args=words)
+        except SystemExit:
+            sys.exit(f"error: --extra-args do not fit {module.__name__}.py")
+        module.check_args(args)
+        if directory.exists():
+            args.resume = True
+            module.check_same_options(args, module.stored_options(args), directory)
+'
+
+check_in_python() {
+    local run
+    for run in "${!run_name[@]}"; do
+        make_command "$run"
+        printf '%s\0' "${words[@]}" $'\n'
+    done | env ${gpus:+"CUDA_VISIBLE_DEVICES=$gpus"} "$python" -c "$CHECK" "$ROOT" "$gpus" "$(IFS=, && echo "${task_list[*]}")" ||
+        exit 1
+}
+
+is_busy() { # LOG: whether the run failed because another process has it
+    tail -n 1 "$1" | grep -qE 'is being written by another process|exists; continue it with --resume|Directory not empty'
+}
+
+make_report() {
+    "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir"
+}
+
+# --- on this machine ---
+
+# A worker's environment: its GPU, and one thread, which is all these networks can use.
+make_environment() { # WORKER: in $environment
+    environment=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")
+    ((${#gpu_list[@]} == 0)) || environment+=("CUDA_VISIBLE_DEVICES=${gpu_list[$1 % ${#gpu_list[@]}]}")
+}
+
+quoted() { # WORDS…: as they can be pasted into a shell
+    local line
+    line=$(printf '%q ' "$@")
+    echo "${line% }"
+}
+
+print_commands() {
+    local run worker=0
+    for run in "${!run_name[@]}"; do
+        if is_finished "${run_name[$run]}"; then
+            echo "# finished: ${run_name[$run]}"
+            continue
+        fi
+        make_command "$run"
+        resume_if_begun "${run_name[$run]}"
+        make_environment "$worker"
+        quoted "${environment[@]}" "${words[@]}"
+        worker=$(((worker + 1) % workers))
+    done
+}
+
+# What the workers are doing: process, run and start of each; and the sweep's books.
+pid=() current=() began=() tries=() queue=()
+done_count=0 failed=() busy=()
+timed_seconds=0 timed_steps=0 # of runs that went from their first step to their last here
+signals=0 forwarded=0 last_signal=''
+declare -A fresh=()
+
+start_run() { # WORKER RUN
+    local name=${run_name[$2]} log
+    log=$runs_dir/.logs/$name.log
+    if is_finished "$name"; then # by another process meanwhile
+        done_count=$((done_count + 1))
+        return
+    fi
+    make_command "$2"
+    fresh[$2]=yes
+    [[ ! -d $runs_dir/$name ]] || fresh[$2]=''
+    resume_if_begun "$name"
+    make_environment "$1"
+    echo "\$ $(quoted "${environment[@]}" "${words[@]}")" >>"$log"
+    set -m # a process group of its own: Ctrl-C in the terminal must reach the runs through us, and once only
+    env "${environment[@]}" "${words[@]}" >>"$log" 2>&1 </dev/null &
+    pid[$1]=$!
+    set +m
+    current[$1]=$2 began[$1]=$SECONDS tries[$2]=$((${tries[$2]:-0} + 1))
+}
+
+end_run() { # WORKER, whose process is gone
+    local run=${current[$1]} name log
+    name=${run_name[$run]} log=$runs_dir/.logs/$name.log
+    wait "${pid[$1]}" 2>/dev/null || true # what counts is whether the agent is there
+    unset "pid[$1]" "current[$1]"
+    if is_finished "$name"; then
+        done_count=$((done_count + 1))
+        if [[ -n ${fresh[$run]} ]]; then
+            timed_seconds=$((timed_seconds + SECONDS - began[$1])) timed_steps=$((timed_steps + run_steps[run]))
+        fi
+    elif is_busy "$log"; then
+        busy+=("$name")
+    elif ((signals)); then
+        : # it was asked to stop
+    elif ((tries[run] <= retries)); then
+        queue=("$run" ${queue[@]+"${queue[@]}"})
+    else
+        failed+=("$name")
+    fi
+}
+
+duration() { # SECONDS
+    if (($1 >= 86400)); then
+        printf '%dd%02dh' $(($1 / 86400)) $(($1 % 86400 / 3600))
+    elif (($1 >= 3600)); then
+        printf '%dh%02dm' $(($1 / 3600)) $(($1 % 3600 / 60))
+    else
+        printf '%dm%02ds' $(($1 / 60)) $(($1 % 60))
+    fi
+}
+
+# From the speed of the runs that have finished, as if a resumed run had all its steps before it.
+eta() {
+    local run worker left=0 rest
+    ((timed_steps)) || return 0
+    for run in ${queue[@]+"${queue[@]}"}; do
+        left=$((left + run_steps[run] * timed_seconds / timed_steps))
+    done
+    for worker in ${current[@]+"${!current[@]}"}; do
+        rest=$((run_steps[current[worker]] * timed_seconds / timed_steps - SECONDS + began[worker]))
+        left=$((left + (rest > 0 ? rest : 0)))
+    done
+    echo ", about $(duration $((left / workers))) to go"
+}
+
+last_status=''
+show_status() {
+    local status="$done_count of ${#run_name[@]} done, ${#pid[@]} running, ${#failed[@]} failed"
+    ((${#busy[@]} == 0)) || status+=", ${#busy[@]} busy elsewhere"
+    if [[ -t 1 ]]; then
+        printf '\r\033[K%s' "$status$(eta)"
+    elif [[ $status != "$last_status" ]]; then
+        echo "$status$(eta)"
+        last_status=$status
+    fi
+}
+
+# A run takes a first signal as the request to write a checkpoint and a second one as the order to end at once.
+forward_signals() {
+    local worker
+    ((signals > forwarded)) || return 0
+    [[ ! -t 1 ]] || echo
+    ((forwarded)) || echo "stopping: ${#pid[@]} runs write their checkpoints"
+    forwarded=$signals
+    for worker in ${pid[@]+"${!pid[@]}"}; do
+        kill -TERM "${pid[$worker]}" 2>/dev/null || true
+    done
+}
+
+run_here() {
+    local run worker name
+    mkdir -p "$runs_dir/.logs" || fail "cannot write to --runs-dir $runs_dir"
+    for run in "${!run_name[@]}"; do
+        if is_finished "${run_name[$run]}"; then
+            done_count=$((done_count + 1))
+        else
+            queue+=("$run")
+        fi
+    done
+    echo "${#run_name[@]} runs, $done_count of them finished already; directories in $runs_dir, logs in $runs_dir/.logs"
+    trap 'signals=$((signals + 1)) last_signal=2' INT
+    trap 'signals=$((signals + 1)) last_signal=15' TERM
+    trap 'signals=$((signals + 1)) last_signal=1' HUP
+    while :; do
+        forward_signals
+        for ((worker = 0; worker < workers; worker++)); do
+            if [[ -n ${pid[$worker]:-} ]] && ! kill -0 "${pid[$worker]}" 2>/dev/null; then
+                end_run "$worker"
+            fi
+            while [[ -z ${pid[$worker]:-} ]] && ((${#queue[@]} && !signals)); do
+                run=${queue[0]} queue=("${queue[@]:1}")
+                start_run "$worker" "$run"
+            done
+        done
+        show_status
+        ((${#pid[@]})) || break
+        sleep 0.5 || true # Ctrl-C ends it early
+    done
+    trap - INT TERM HUP
+    [[ ! -t 1 ]] || echo
+    if ((signals)); then
+        echo "stopped; to continue:$command_line" >&2
+        exit $((128 + last_signal))
+    fi
+    ((done_count == 0)) || make_report || fail "the report could not be made"
+    for name in ${failed[@]+"${failed[@]}"}; do
+        echo "failed: $name; the end of $runs_dir/.logs/$name.log:"
+        tail -n 5 "$runs_dir/.logs/$name.log" | sed 's/^/    /'
+    done >&2
+    for name in ${busy[@]+"${busy[@]}"}; do
+        echo "busy: another process is writing $runs_dir/$name"
+    done >&2
+    ((${#failed[@]} + ${#busy[@]} == 0)) || exit 1
+}
+
+# --- on a cluster ---
+
+# The tasks file has a line for each run: its name and its command, quoted. Job array index i is line i + 1.
+
+print_job() { # TASKS_FILE
+    echo '#!/usr/bin/env bash'
+    echo "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
+    echo "exec $(quoted "$ROOT/benchmark.sh" --slurm-task "$1" --runs-dir "$runs_dir" --retries "$retries")"
+}
+
+make_submission() { # TASKS_FILE NUMBER: in $words
+    words=(sbatch --parsable --job-name=sdar-benchmark "--array=0-$(($2 - 1))${max_running:+%$max_running}" --requeue
+        --signal=B:USR1@120 --open-mode=append "--output=${1//%/%%}.%a.out" --ntasks=1 "--cpus-per-task=${cpus_per_task:-1}")
+    [[ -z $partition ]] || words+=("--partition=$partition")
+    [[ -z $time ]] || words+=("--time=$time")
+    [[ -z $mem ]] || words+=("--mem=$mem")
+    [[ ${gpus_per_task:-0} == 0 ]] || words+=("--gpus-per-task=$gpus_per_task")
+    words+=("${1%.tasks}.sh")
+}
+
+# Names of the runs that an earlier submission has in the queue or running.
+list_queued() {
+    local jobs file id index lines
+    jobs=$(squeue --noheader --array --user="$(id -un)" --format='%F %K') || fail "squeue failed, so it is not clear what is queued already"
+    for file in "$runs_dir"/.sweeps/*.job; do
+        [[ -e $file ]] || continue
+        mapfile -t lines <"${file%.job}.tasks"
+        while read -r id index; do
+            [[ $id != "$(<"$file")" ]] || echo "${lines[$index]%% *}"
+        done <<<"$jobs"
+    done
+}
+
+submit() {
+    local run tasks_file queued limit job number=0
+    type -P sbatch >/dev/null || fail "there is no sbatch here; --slurm is for a cluster's login node"
+    mkdir -p "$runs_dir/.sweeps" "$runs_dir/.logs" || fail "cannot write to --runs-dir $runs_dir"
+    queued=$(list_queued) || exit 1
+    tasks_file=$runs_dir/.sweeps/$(date +%Y%m%d-%H%M%S)-$$.tasks
+    for run in "${!run_name[@]}"; do
+        is_finished "${run_name[$run]}" && done_count=$((done_count + 1)) && continue
+        grep -qxF -e "$(quoted "${run_name[$run]}")" <<<"$queued" && continue
+        make_command "$run"
+        quoted "${run_name[$run]}" "${words[@]}" >>"$tasks_file"
+        number=$((number + 1))
+    done
+    if ((number == 0)); then
+        echo "nothing to submit: $done_count of ${#run_name[@]} runs are finished, the others queued or running"
+        ((done_count < ${#run_name[@]})) || make_report
+        return
+    fi
+    limit=$(scontrol show config | sed -n 's/^MaxArraySize *= *//p')
+    ((number <= ${limit:-number})) ||
+        fail "$number runs are more than this cluster's job arrays hold (MaxArraySize $limit); choose fewer --seeds at a time"
+    print_job "$tasks_file" >"${tasks_file%.tasks}.sh"
+    make_submission "$tasks_file" "$number"
+    job=$("${words[@]}") || fail "sbatch refused; nothing was submitted"
+    job=${job%%;*}
+    echo "$job" >"${tasks_file%.tasks}.job"
+    cat <<SUBMITTED
+submitted $number runs as job array $job ($done_count of ${#run_name[@]} are finished already)
+watch:   squeue --array --job $job
+         tail -f $(quoted "$runs_dir")/.logs/*.log
+cancel:  scancel $job    (the same command submits what is left)
+report:  $(quoted "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir")
+SUBMITTED
+}
+
+# One task of the array, on its node. Slurm ends a job with SIGTERM when it is preempted, requeued or cancelled; its time
+# limit is announced with SIGUSR1. Whichever it is, the run is asked for a checkpoint and the job goes back to the queue.
+run_slurm_task() {
+    local log index=${SLURM_ARRAY_TASK_ID:?} try began_at
+    local job=${SLURM_ARRAY_JOB_ID}_$index # not SLURM_JOB_ID: that of one task is also the whole array's
+    mapfile -t -s "$index" -n 1 line <"$slurm_task"
+    eval "words=(${line[0]})"
+    name=${words[0]} log=$runs_dir/.logs/${words[0]}.log
+    command=("${words[@]:1}")
+    trap 'signals=$((signals + 1)) last_signal=USR1' USR1
+    trap 'signals=$((signals + 1)) last_signal=TERM' TERM
+    for ((try = 0; try <= retries && signals == 0; try++)); do
+        words=("${command[@]}")
+        resume_if_begun "$name"
+        echo "\$ $(quoted "${words[@]}")" >>"$log"
+        began_at=$(wc -c <"$log")
+        "${words[@]}" >>"$log" 2>&1 </dev/null &
+        pid=$!
+        wait "$pid" 2>/dev/null || true # until it ends, or a signal comes
+        # SIGINT, because Slurm may have sent its SIGTERM to the whole tree or only to this shell, as the site has it, and
+        # a second SIGTERM would end the run without a checkpoint. Of SIGINT it heeds the first after its start only: in
+        # the background of a script it begins by ignoring it.
+        while ((signals)) && kill -INT "$pid" 2>/dev/null; do
+            sleep 1 || true
+        done
+        ! is_finished "$name" || exit 0
+        ! is_busy "$log" || fail "another process is writing $runs_dir/$name"
+    done
+    ((signals)) || fail "$name failed; see $log"
+
+    # A requeued or cancelled job is no longer running by now, and what becomes of it is decided; one that reached its
+    # time limit, or that is preempted with a grace time, would just end.
+    trap '' TERM USR1
+    if [[ $(squeue --noheader --job="$job" --format=%T) == RUNNING ]]; then
+        [[ $last_signal == TERM ]] || made_progress "$log" "$began_at" ||
+            fail "$name made no progress before the time limit; give it a longer --time"
+        echo "$(date): $name goes back to the queue"
+        scontrol requeue "$job"
+    fi
+    exit 143
+}
+
+made_progress() { # LOG OFFSET: whether what was logged since then got any further
+    local from to
+    from=$(tail -c "+$(($2 + 1))" "$1" | sed -n 's/^resuming .* at step \([0-9,]*\)$/\1/p' | tr -d ,)
+    to=$(tail -c "+$(($2 + 1))" "$1" | sed -n 's/^stopped at step \([0-9,]*\);.*/\1/p' | tr -d ,)
+    ((${to:-0} > ${from:-0}))
+}
+
+# --- the sweep ---
+
+if [[ -n $slurm_task ]]; then
+    run_slurm_task
+fi
+check_options
+list_runs
+if [[ -n $dry_run ]]; then
+    print_commands
+    if [[ -n $slurm ]]; then
+        tasks_file=$runs_dir/.sweeps/TIME.tasks
+        echo "# as one job array of ${#run_name[@]} tasks, of which finished and queued runs are left out:"
+        make_submission "$tasks_file" "${#run_name[@]}"
+        quoted "${words[@]}"
+        print_job "$tasks_file" | sed 's/^/#     /'
+        echo "# and when it is done:"
+    fi
+    quoted "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir"
+    exit
+fi
+check_in_python
+if [[ -n $slurm ]]; then
+    submit
+else
+    run_here
+fi

@@ -1,0 +1,422 @@
+"""benchmark.sh: the matrix it prints, and sweeps that fail, stop and continue, with real and make-believe runs."""
+
+import fcntl
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from tests.conftest import ROOT, SCRIPTS, TINY, load, options, snapshot, weights
+
+TASKS = {  # steps and the n of N-Rep
+    "MountainCarContinuous-v0": (100_000, 4),
+    "LunarLanderContinuous-v3": (300_000, 4),
+    "BipedalWalker-v3": (600_000, 4),
+    "HalfCheetah-v4": (3_000_000, 2),
+    "Humanoid-v4": (3_000_000, 4),
+    "Walker2d-v4": (1_500_000, 4),
+    "Hopper-v4": (1_000_000, 4),
+    "Ant-v4": (3_000_000, 2),
+    "FetchReach-v4": (100_000, 2),
+    "Pusher-v5": (500_000, 4),
+    "Reacher-v4": (100_000, 2),
+}
+SMALL = shlex.join(options(**{name: value for name, value in TINY.items() if name != "cuda"}, eval_every=0))
+
+# Takes a second's fraction instead of four: makes the agent.pt, or does what the file `behave` beside it says.
+MAKE_BELIEVE = """#!/usr/bin/env bash
+[[ $1 == -c ]] && exec cat >/dev/null
+here=$(dirname "$0") script=$(basename "$1" .py)
+[[ $script == report ]] && { echo "report $*"; exit; }
+while [[ $1 != --run-name ]]; do shift; done
+name=$2
+while [[ $1 != --runs-dir ]]; do shift; done
+directory=$2/$name
+echo "$script $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS ${*: -1}" >>"$here/started"
+mkdir -p "$directory"
+[[ ! -e $here/behave ]] || source "$here/behave"
+touch "$directory/agent.pt"
+"""
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A directory with odd characters and all that a sweep needs, where report.py only says its arguments."""
+    place = tmp_path / 'it\'s 50% $HOME & "ü"'
+    place.mkdir()
+    for name in ("benchmark.sh", "tests", *(f"{script}.py" for script in SCRIPTS)):
+        (place / name).symlink_to(ROOT / name)
+    (place / "report.py").write_text("import sys\nprint('report', *sys.argv[1:], sep='|')\n")
+    (place / "python").write_text(MAKE_BELIEVE)
+    (place / "python").chmod(0o755)
+    return place
+
+
+def start(place: Path, *words: str, python: str = sys.executable, **env: str) -> subprocess.Popen:
+    """In a session of its own, so that the test can press Ctrl-C as a terminal does: for all the process group."""
+    return subprocess.Popen(
+        [str(place / "benchmark.sh"), *words],
+        cwd=place,
+        env={**os.environ, "PYTHON": python, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def sweep(place: Path, *words: str, expect: int = 0, **more: str) -> subprocess.CompletedProcess:
+    process = start(place, *words, **more)
+    out, error = process.communicate()
+    assert process.returncode == expect, out + error
+    return subprocess.CompletedProcess(words, process.returncode, out, error)
+
+
+def printed_commands(*words: str) -> list[list[str]]:
+    """The command lines of a dry run, as a shell would read them; the last one is the report's."""
+    out = sweep(ROOT, *words, "--dry-run").stdout
+    return [shlex.split(line) for line in out.splitlines() if not line.startswith("#")]
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_alone_it_explains_itself():
+    out = sweep(ROOT).stdout
+    source = (ROOT / "benchmark.sh").read_text()
+    parsed = source[source.index("while (($#)); do") : source.index("unknown option")]
+    options = set(re.findall(r"(?<=[ |])--[a-z-]+(?= \||\))", parsed)) - {"--slurm-task"}
+    assert len(options) > 20
+    assert {name for name in options if f"{name} " not in out and f"{name}\n" not in out} == {"--help"}
+
+
+def test_the_paper_is_660_commands():
+    *commands, report = printed_commands("--paper", "--runs-dir", "/some where")
+    expected = Counter()
+    for (task, (steps, n)), script, seed in itertools.product(TASKS.items(), SCRIPTS, range(1, 11)):
+        expected[task, script, str(seed), str(steps), str(n) if script == "nrep_sac" else None] += 1
+    printed = Counter()
+    for command in commands:
+        repeat = option(command, "--repeat") if "--repeat" in command else None
+        script = Path(command[2]).stem
+        printed[
+            option(command, "--env-id"), script, option(command, "--seed"), option(command, "--total-timesteps"), repeat
+        ] += 1
+        name = f"{option(command, '--env-id')}__{script}__{option(command, '--seed')}"
+        assert option(command, "--run-name") == name
+        assert option(command, "--exp-name") == script
+        assert option(command, "--runs-dir") == "/some where"
+        assert command[0] == "OMP_NUM_THREADS=1"
+    assert printed == expected
+    assert len(commands) == 660
+    assert {option(command, "--seed") for command in commands[:66]} == {"1"}  # a partial sweep is a whole small study
+    assert [Path(report[1]).name, *report[2:]] == ["report.py", "/some where", "--out", str(ROOT / "report")]
+
+
+@pytest.mark.parametrize("words", [["--paper", "--seeds", "1", "--track"], ["--quick", "--label", "x"]])
+def test_the_scripts_take_what_is_printed(words):
+    for command in printed_commands(*words)[:-1]:
+        module = load(Path(command[2]).stem)
+        args = tyro.cli(module.Args, args=command[3:])
+        module.check_args(args)
+        assert args.exp_name == module.__name__ + ("-x" if "--label" in words else "")
+        assert args.track == ("--track" in words)
+        assert not args.cuda
+
+
+def test_selection():
+    *commands, _ = printed_commands(
+        *("--algos", "ute,sdar", "--tasks", "Pendulum-v1,a/b:C-v0", "--seeds", "7,3", "--total-timesteps", "9"),
+        *("--extra-args", "--wandb-entity 'two words'", "--label", "y"),
+    )
+    assert [option(command, "--run-name") for command in commands] == [
+        f"{task}__{script}_continuous_action-y__{seed}"
+        for seed in (7, 3)
+        for task in ("Pendulum-v1", "a-b:C-v0")
+        for script in ("ute", "sdar")
+    ]
+    assert all(command[-2:] == ["--wandb-entity", "two words"] for command in commands)
+    assert [
+        option(command, "--seed")
+        for command in printed_commands("--algos", "sac", "--tasks", "Ant-v4", "--seeds", "7,")[:-1]
+    ] == ["7"]
+
+
+def test_gpus_in_turn():
+    *commands, _ = printed_commands("--paper", "--seeds", "1", "--gpus", "0,3", "--workers", "4")
+    assert [command[1] for command in commands] == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=3"] * 33
+    assert all("--cuda" in command for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--workers 2", "what to run"),
+        ("--paper --quick", "choose one"),
+        ("--paper --sedes 3", "unknown option --sedes"),
+        ("--paper --seeds", "--seeds needs a value"),
+        ("--paper --algos sdar,ppo", "there is no 'ppo'"),
+        ("--paper --algos sdar,sdar", "names sdar twice"),
+        ("--paper --tasks Ant-v4,,Hopper-v4", "an entry is empty"),
+        ("--tasks Pendulum-v1", "name --total-timesteps"),
+        ("--paper --seeds 0", "--seeds must be how many"),
+        ("--paper --seeds 1,x", "'x' is no seed"),
+        ("--paper --workers 0", "--workers must be a whole number of at least 1"),
+        ("--paper --total-timesteps 1e6", "--total-timesteps must be a whole number"),
+        ("--paper --retries -1", "--retries must be a whole number"),
+        ("--paper --label a/b", "letters, digits"),
+        ("--paper --partition gpu", "--partition is for --slurm only"),
+        ("--paper --slurm --gpus 0", "with --slurm, name"),
+        ("--paper --extra-args '--seed 3'", "must not set --seed"),
+        ("--paper --extra-args '--run_name=x'", "must not set --run_name"),
+        ('--paper --extra-args "--a \'b"', "quotes"),
+    ],
+)
+def test_bad_options_are_one_line(place, words, message):
+    before = sorted(place.iterdir())
+    done = sweep(place, *shlex.split(words), expect=1)
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: .*\n", done.stderr)
+    assert message in done.stderr
+    assert sorted(place.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--algos sac,nrep --tasks Pendulum-v1,Pendulum-v77", "cannot make --env-id Pendulum-v77"),
+        (
+            "--algos sdar,sac --tasks Pendulum-v1 --extra-args '--selection joint'",
+            "do not fit sac_continuous_action.py",
+        ),
+        pytest.param(
+            "--algos sac --tasks Pendulum-v1 --gpus 0,1",
+            "PyTorch sees 0 here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
+    ],
+)
+def test_what_only_python_knows_is_checked_first(place, words, message):
+    done = sweep(place, *shlex.split(words), "--total-timesteps", "50", expect=1)
+    assert re.match(r"error: ", done.stderr.splitlines()[-1])
+    assert message in done.stderr
+    assert not (place / "runs").exists()
+
+
+def test_no_packages_no_sweep(place):
+    (place / "bare").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -S "$@"\n')
+    (place / "bare").chmod(0o755)
+    done = sweep(place, "--quick", python=str(place / "bare"), expect=1)
+    assert re.fullmatch(r"error: .*No module named.*PYTHON=.*\n", done.stderr)
+    done = sweep(place, "--quick", python="/no/such/python", expect=1)
+    assert re.fullmatch(r"error: there is no Python at '/no/such/python'.*\n", done.stderr)
+
+
+def test_a_failing_run_does_not_stop_the_others(place):
+    """Real runs (without updates, which take seconds to begin): one task's reward is not a number."""
+    words = ["--algos", "sac", "--tasks", "tests.tasks:BadReward-v0,tests.tasks:Endless-v0", "--seeds", "1"]
+    words += ["--total-timesteps", "60", "--extra-args", f"{SMALL} --learning-starts 60"]
+    done = sweep(place, *words, expect=1)
+    runs = place / "runs"
+    assert (runs / "tests.tasks:Endless-v0__sac_continuous_action__1" / "agent.pt").exists()
+    log = runs / ".logs" / "tests.tasks:BadReward-v0__sac_continuous_action__1.log"
+    first, second = re.findall(r"^\$ (.*)", log.read_text(), re.M)  # tried twice, the second time resumed
+    assert second == f"{first} --resume"
+    assert f"failed: {log.stem}" in done.stderr
+    assert "observation or reward is not finite at step 30" in done.stderr
+    assert "2 of 2" not in done.stdout
+    assert done.stdout.splitlines()[-2:] == [
+        "1 of 2 done, 0 running, 1 failed, about 0m00s to go",
+        f"report|{runs}|--out|{place / 'report'}",
+    ]
+
+
+def wait_for(condition, process):
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def test_stop_busy_continue(place):
+    """Ctrl-C, then someone else has the run, then it goes on: the agent is that of a run that was never interrupted."""
+    settings = {**TINY, "env_id": "Pendulum-v1", "total_timesteps": 400, "eval_every": 0, "checkpoint_every": 50}
+    words = ["--algos", "nrep", "--tasks", "Pendulum-v1", "--seeds", "3,", "--total-timesteps", "400"]
+    words += ["--extra-args", f"{SMALL} --checkpoint-every 50"]
+    run = place / "runs" / "Pendulum-v1__nrep_sac__3"
+    log = place / "runs" / ".logs" / f"{run.name}.log"
+
+    process = start(place, *words)
+    wait_for((run / "checkpoint.pt").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate()
+    assert process.returncode == 130, out + error
+    assert shlex.split(error.split("to continue:")[1]) == [str(place / "benchmark.sh"), *words]
+    assert not (run / "agent.pt").exists()
+    assert "stopped at step" in log.read_text()
+
+    lock = os.open(run, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    before = snapshot(run)
+    done = sweep(place, *words, expect=1)
+    assert done.stderr == f"busy: another process is writing {run}\n"
+    assert log.read_text().count("$ ") == 2  # not tried again
+    assert snapshot(run) == before
+    os.close(lock)
+
+    done = sweep(place, *words)
+    assert f"report|{run.parent}|--out|" in done.stdout
+    assert "resuming" in log.read_text()
+    module = load("nrep_sac")
+    module.train(module.Args(**settings, seed=3, runs_dir=str(place), run_name="whole"))
+    whole, swept = weights(place / "whole"), weights(run)
+    assert all(torch.equal(whole[name], swept[name]) for name in whole)
+
+    before = snapshot(place / "runs")
+    done = sweep(place, *words, "--total-timesteps", "500", expect=1)  # a finished run of other options is no result
+    assert re.search(r"error: .* was started with --total-timesteps 400, not 500", done.stderr)
+    assert snapshot(place / "runs") == before
+
+
+def make_believe(place: Path, *words: str, behave: str = "", **more) -> subprocess.CompletedProcess:
+    (place / "behave").write_text(behave)
+    return sweep(place, *words, python=str(place / "python"), **more)
+
+
+def started(place: Path) -> list[list[str]]:
+    return [line.split(" ") for line in (place / "started").read_text().splitlines()]
+
+
+def test_all_runs_once_on_their_gpus(place):
+    words = ["--paper", "--tasks", "Ant-v4,Hopper-v4", "--seeds", "2", "--gpus", "0,1,5", "--workers", "6"]
+    done = make_believe(place, *words)
+    assert len(list((place / "runs").glob("*/agent.pt"))) == 24
+    assert Counter(script for script, *_ in started(place)) == dict.fromkeys(SCRIPTS, 4)
+    assert Counter(gpu for _, gpu, _, _ in started(place)[:6]) == dict.fromkeys("015", 2)
+    assert {threads for _, _, threads, _ in started(place)} == {"1"}
+    assert "24 of 24 done, 0 running, 0 failed" in done.stdout
+    done = make_believe(place, *words)
+    assert len(started(place)) == 24
+    assert "24 runs, 24 of them finished already" in done.stdout
+    dry = sweep(place, *words, "--dry-run").stdout.splitlines()
+    assert sum(line.startswith("# finished: ") for line in dry) == 24
+    assert len(dry) == 25
+
+
+def test_no_more_at_a_time_than_workers(place):
+    behave = 'mkdir "$here/now.$$"; ls -d "$here"/now.* | wc -l >>"$here/count"; sleep 0.2; rmdir "$here/now.$$"'
+    make_believe(place, "--quick", "--seeds", "1", "--workers", "4", behave=behave)
+    counts = [int(line) for line in (place / "count").read_text().split()]
+    assert len(counts) == 12
+    assert max(counts) == 4
+    assert len(list((place / "quick" / "runs").glob("*/agent.pt"))) == 12
+
+
+def test_a_retry_that_succeeds_is_no_failure(place):
+    behave = '[[ $(wc -l <"$here/started") != 1 ]] || exit 9'
+    done = make_believe(place, "--quick", "--algos", "sac", "--tasks", "A,B", "--seeds", "1", behave=behave)
+    assert [words[-1] == "--resume" for words in started(place)] == [False, True, False]
+    assert "2 of 2 done, 0 running, 0 failed" in done.stdout
+    assert done.stderr == ""
+
+
+def test_retries_zero(place):
+    done = make_believe(place, "--quick", "--algos", "sac", "--tasks", "A", "--retries", "0", behave="exit 9", expect=1)
+    assert len(started(place)) == 2
+    assert done.stderr.count("failed: A__sac_continuous_action__") == 2
+    assert "report" not in done.stdout.splitlines()[-1]  # nothing to report
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_run_gets_one_signal_for_each_of_the_users(place, number):
+    """A run takes the second one as the order to end at once, so the first must not come twice."""
+    behave = """trap 'echo INT >>"$here/signals"' INT; trap 'echo HUP >>"$here/signals"' HUP
+    trap 'echo TERM >>"$here/signals"; ((++n < 2)) || exit 143' TERM
+    echo >>"$here/ready"; while :; do sleep 0.05; done"""
+    (place / "behave").write_text(behave)
+    process = start(place, "--quick", "--algos", "sac", "--workers", "2", python=str(place / "python"))
+    lines = {"ready": 2, "signals": 2}
+    for name, count in lines.items():
+        path = place / name
+        wait_for(lambda path=path, count=count: path.exists() and path.read_text().count("\n") == count, process)
+        os.killpg(process.pid, number)
+    out, _ = process.communicate()
+    assert process.returncode == 128 + number
+    assert (place / "signals").read_text() == "TERM\n" * 4
+    assert len(started(place)) == 2
+    assert "report" not in out
+
+
+# A make-believe run that trains until it is signalled, and the cluster's answers: `squeue` says $STATE.
+STEADY = """trap 'echo "stopped at step $REACHED; to continue: …"; exit 130' INT
+trap 'echo TERM' TERM
+echo 'resuming x at step 1,000'; touch "$here/ready"; while :; do sleep 0.05; done"""
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "reached", "requeued", "status"),
+    [
+        (signal.SIGUSR1, "RUNNING", "1,001", True, 143),  # the time limit is near
+        (signal.SIGUSR1, "RUNNING", "1,000", False, 1),  # … and would be again and again
+        (signal.SIGTERM, "RUNNING", "1,000", True, 143),  # preempted with a grace time
+        (signal.SIGTERM, "COMPLETING", "2,000", False, 143),  # requeued by Slurm, or cancelled by its user
+    ],
+)
+def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state, reached, requeued, status):
+    tools = place / "bin"
+    tools.mkdir()
+    (tools / "squeue").write_text("#!/bin/sh\necho $STATE\n")
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{shlex.quote(str(place / "requeued"))}\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    (place / "runs" / ".logs").mkdir(parents=True)
+    (place / "behave").write_text(STEADY)
+    command = [str(place / "python"), "sac.py", "--run-name", "b", "--runs-dir", str(place / "runs")]
+    (place / "tasks").write_text(f"a false\n{shlex.join(['b', *command])}\n")
+    path = f"{tools}:{os.environ['PATH']}"
+    words = ["--slurm-task", str(place / "tasks"), "--runs-dir", str(place / "runs")]
+    job = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
+    process = start(place, *words, PATH=path, STATE=state, REACHED=reached, **job)
+    wait_for((place / "ready").exists, process)
+    process.send_signal(number)
+    out, error = process.communicate()
+    assert process.returncode == status, out + error
+    assert (place / "requeued").exists() == requeued
+    if requeued:
+        assert (place / "requeued").read_text() == "requeue 7_1\n"
+    assert ("no progress" in error) == (status == 1)
+    assert "TERM" not in (place / "runs" / ".logs" / "b.log").read_text()  # Slurm itself may have sent one
+
+
+@pytest.mark.skipif(not (ROOT / "report.py").exists(), reason="there is no report.py yet")
+def test_it_ends_with_the_report(place):
+    (place / "report.py").unlink()
+    for path in ROOT.glob("*.py"):
+        if not (place / path.name).exists():
+            (place / path.name).symlink_to(path)
+    words = [
+        "--algos",
+        "sac",
+        "--tasks",
+        "Pendulum-v1",
+        "--seeds",
+        "1",
+        "--total-timesteps",
+        "60",
+        "--extra-args",
+        SMALL,
+    ]
+    sweep(place, *words, "--report-dir", "the report")
+    assert any((place / "the report").iterdir())
+    assert json.loads(next((place / "runs").glob("*/args.json")).read_text())["args"]["seed"] == 1
