@@ -358,10 +358,22 @@ def test_each_run_gets_one_signal_for_each_of_the_users(place, number):
     assert "report" not in out
 
 
-# A make-believe run that trains until it is signalled, and the cluster's answers: `squeue` says $STATE.
-STEADY = """trap 'echo "stopped at step $REACHED; to continue: …"; exit 130' INT
-trap 'echo TERM' TERM
-echo 'resuming x at step 1,000'; touch "$here/ready"; while :; do sleep 0.05; done"""
+# A make-believe run that trains until it is signalled; Python, because a shell cannot trap what it was born ignoring.
+STEADY = """
+import os, signal, sys, time
+from pathlib import Path
+
+def stop(*_):
+    print(f"stopped at step {os.environ['REACHED']}; to continue: …")
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM"))
+print("resuming x at step 1,000", flush=True)
+Path(__file__).with_name("ready").touch()
+while True:
+    time.sleep(0.05)
+"""
 
 
 @pytest.mark.parametrize(
@@ -376,12 +388,13 @@ echo 'resuming x at step 1,000'; touch "$here/ready"; while :; do sleep 0.05; do
 def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state, reached, requeued, status):
     tools = place / "bin"
     tools.mkdir()
-    (tools / "squeue").write_text("#!/bin/sh\necho $STATE\n")
+    (tools / "squeue").write_text("#!/bin/sh\necho $STATE\n")  # the cluster's answer
     (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{shlex.quote(str(place / "requeued"))}\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
     (place / "runs" / ".logs").mkdir(parents=True)
-    (place / "behave").write_text(STEADY)
+    (place / "steady.py").write_text(STEADY)
+    (place / "behave").write_text(f'exec {shlex.quote(sys.executable)} "$here/steady.py"')
     command = [str(place / "python"), "sac.py", "--run-name", "b", "--runs-dir", str(place / "runs")]
     (place / "tasks").write_text(f"a false\n{shlex.join(['b', *command])}\n")
     path = f"{tools}:{os.environ['PATH']}"
@@ -396,7 +409,7 @@ def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state
     if requeued:
         assert (place / "requeued").read_text() == "requeue 7_1\n"
     assert ("no progress" in error) == (status == 1)
-    assert "TERM" not in (place / "runs" / ".logs" / "b.log").read_text()  # Slurm itself may have sent one
+    assert "SIGTERM" not in (place / "runs" / ".logs" / "b.log").read_text()  # Slurm itself may have sent one
 
 
 @pytest.mark.skipif(not (ROOT / "report.py").exists(), reason="there is no report.py yet")
