@@ -33,7 +33,7 @@ What to run (what is not named is as in the paper: 6 algorithms, 11 tasks, 10 se
 Where and how:
   --runs-dir DIR        run directories, and logs in .logs/ (default: runs)
   --report-dir DIR      the report (default: report)
-  --workers N           runs at a time (default: 1, or one per GPU)
+  --workers N           runs at a time (default: one per GPU, or one per core)
   --gpus LIST           train on these GPUs in turn (default: on the CPU, one thread for each run)
   --retries N           how often a failed run is tried again (default: 1)
   --dry-run             print the commands, start nothing and check nothing but the options
@@ -42,7 +42,8 @@ On a cluster, instead of --workers and --gpus:
   --slurm               submit one job array; tasks that are preempted or reach their time limit continue by themselves
   --partition NAME  --time LIMIT  --mem SIZE  --gpus-per-task N  --cpus-per-task N  --max-running N
 
-PYTHON=… names the interpreter (default: .venv/bin/python beside this script, else python3). OMP_NUM_THREADS is 1 unless set.
+PYTHON=… names the interpreter (default: .venv/bin/python beside this script, else python3); OMP_NUM_THREADS=… the
+threads of a run (default: 1).
 HELP
 }
 
@@ -53,8 +54,8 @@ fail() {
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ALGOS=sdar,sac,nrep,taac,temporl,ute
-declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nrep]=nrep_sac [taac]=taac_continuous_action
-    [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
+declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nrep]=nrep_sac
+    [taac]=taac_continuous_action [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
 
 # Each task's steps and the n of N-Rep. What the paper does not print is ours.
 PAPER="MountainCarContinuous-v0 100000 4
@@ -94,8 +95,9 @@ while (($#)); do
         --track) track=yes ;;
         --dry-run) dry_run=yes ;;
         --slurm) slurm=yes ;;
-        --algos | --tasks | --seeds | --total-timesteps | --extra-args | --label | --runs-dir | --report-dir | --workers | \
-            --gpus | --retries | --partition | --time | --mem | --gpus-per-task | --cpus-per-task | --max-running | --slurm-task)
+        --algos | --tasks | --seeds | --total-timesteps | --extra-args | --label | --runs-dir | --report-dir | \
+            --workers | --gpus | --retries | --partition | --time | --mem | --gpus-per-task | --cpus-per-task | \
+            --max-running | --slurm-task)
             (($# > 1)) || fail "$1 needs a value"
             [[ -n $2 ]] || fail "$1 has an empty value"
             variable=${1#--} variable=${variable//-/_}
@@ -132,7 +134,8 @@ find_python() {
     else
         python=python3
     fi
-    python=$(type -P "$python") || fail "there is no Python at '${PYTHON:-python3}'; make train sets one up, or name it with PYTHON=…"
+    python=$(type -P "$python") ||
+        fail "there is no Python at '${PYTHON:-python3}'; make train sets one up, or name it with PYTHON=…"
     python=$(absolute "$python")
 }
 
@@ -142,23 +145,29 @@ check_options() {
     for name in partition time mem gpus_per_task cpus_per_task max_running; do
         [[ -n $slurm || -z ${!name} ]] || fail "--${name//_/-} is for --slurm only"
     done
-    [[ -z $slurm || -z $workers$gpus ]] || fail "--workers and --gpus are for this machine; with --slurm, name --max-running and --gpus-per-task"
+    [[ -z $slurm || -z $workers$gpus ]] ||
+        fail "--workers and --gpus are for this machine; with --slurm, name --max-running and --gpus-per-task"
     for name in workers total_timesteps cpus_per_task max_running; do
-        [[ -z ${!name} ]] || is_count "${!name}" 1 || fail "--${name//_/-} must be a whole number of at least 1, not '${!name}'"
+        [[ -z ${!name} ]] || is_count "${!name}" 1 ||
+            fail "--${name//_/-} must be a whole number of at least 1, not '${!name}'"
     done
     for name in retries gpus_per_task; do
-        [[ -z ${!name} ]] || is_count "${!name}" 0 || fail "--${name//_/-} must be a whole number, not '${!name}'"
+        [[ -z ${!name} ]] || is_count "${!name}" 0 ||
+            fail "--${name//_/-} must be a whole number, not '${!name}'"
     done
-    [[ -z $label || $label =~ ^[A-Za-z0-9._-]+$ ]] || fail "--label '$label' may have letters, digits, dots and dashes only"
+    [[ -z $label || $label =~ ^[A-Za-z0-9._-]+$ ]] ||
+        fail "--label '$label' may have letters, digits, dots and dashes only"
 
     gpu_list=()
     if [[ -n $gpus ]]; then
         split --gpus "$gpus"
         gpu_list=("${entries[@]}")
     fi
-    default_workers=${#gpu_list[@]}
-    ((default_workers)) || default_workers=1
-    workers=${workers:-$default_workers}
+    if [[ -z $workers && -n $gpus ]]; then
+        workers=${#gpu_list[@]}
+    elif [[ -z $workers ]]; then
+        workers=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    fi
 
     if [[ $preset == --quick ]]; then
         tasks=${tasks:-$QUICK_TASKS} seeds=${seeds:-2} total_timesteps=${total_timesteps:-$QUICK_STEPS}
@@ -174,7 +183,8 @@ check_options() {
     split --tasks "${tasks:-$(cut -d ' ' -f 1 <<<"$PAPER" | paste -s -d , -)}"
     task_list=("${entries[@]}")
     for entry in "${task_list[@]}"; do
-        [[ -n ${total_timesteps:-${BUDGET[$entry]:-}} ]] || fail "$entry is not one of the paper's tasks and has no budget; name --total-timesteps"
+        [[ -n ${total_timesteps:-${BUDGET[$entry]:-}} ]] ||
+            fail "$entry is not one of the paper's tasks and has no budget; name --total-timesteps"
     done
     seeds=${seeds:-10}
     if [[ $seeds != *,* ]]; then
@@ -194,12 +204,14 @@ check_options() {
     [[ $preset == --quick ]] && extra_list=("${QUICK_ARGS[@]}")
     if [[ -n $extra_args ]]; then
         local words
-        words=$("$python" -c 'import shlex, sys; print(*shlex.split(sys.argv[1]), sep="\n")' "$extra_args" 2>/dev/null) ||
+        words=$("$python" -c 'import shlex, sys
+print(*shlex.split(sys.argv[1]), sep="\n")' "$extra_args" 2>/dev/null) ||
             fail "--extra-args: the quotes in '$extra_args' do not match"
         while read -r entry; do
             name=${entry%%=*}
             case ${name//_/-} in
-                --env-id | --seed | --total-timesteps | --exp-name | --run-name | --runs-dir | --resume | --cuda | --no-cuda | --track | --no-track)
+                --env-id | --seed | --total-timesteps | --exp-name | --run-name | --runs-dir | --resume | --no-resume | \
+                    --cuda | --no-cuda | --track | --no-track)
                     fail "--extra-args must not set $name: that is the sweep's; see its own options" ;;
             esac
             extra_list+=("$entry")
@@ -229,8 +241,9 @@ experiment() { echo "${SCRIPT[$1]}${label:+-$label}"; }
 
 make_command() { # RUN: the command that starts it, in $words
     local algo=${run_algo[$1]} task=${run_task[$1]}
-    words=("$python" "$ROOT/${SCRIPT[$algo]}.py" --env-id "$task" --seed "${run_seed[$1]}" --total-timesteps "${run_steps[$1]}"
-        --exp-name "$(experiment "$algo")" --run-name "${run_name[$1]}" --runs-dir "$runs_dir")
+    words=("$python" "$ROOT/${SCRIPT[$algo]}.py" --env-id "$task" --seed "${run_seed[$1]}"
+        --total-timesteps "${run_steps[$1]}" --exp-name "$(experiment "$algo")" --run-name "${run_name[$1]}"
+        --runs-dir "$runs_dir")
     [[ $algo == nrep ]] && words+=(--repeat "${REPEAT[$task]:-4}")
     if [[ -n $gpus || ${gpus_per_task:-0} != 0 ]]; then words+=(--cuda); else words+=(--no-cuda); fi
     [[ -n $track ]] && words+=(--track)
@@ -243,8 +256,8 @@ resume_if_begun() { # NAME: adds --resume to $words
     if [[ -d $runs_dir/$1 ]]; then words+=(--resume); fi
 }
 
-# Stands for Python's checks before anything starts: that it has the packages, the GPUs and the tasks, that each algorithm
-# takes the options, and that the runs there are, finished ones too, were made with the same ones.
+# What only Python knows, before hundreds of runs fail: that the packages, GPUs and tasks are there, that each algorithm
+# takes its options, and that the runs that exist, finished ones too, were started with the same ones.
 CHECK='
 import importlib, json, sys
 from pathlib import Path
@@ -256,8 +269,9 @@ try:
     import sac_continuous_action as any_script
 except ImportError as error:
     sys.exit(f"error: {sys.executable} does not do ({error}); make train sets one up, or name another with PYTHON=…")
-if gpus and torch.cuda.device_count() != len(gpus.split(",")):
-    sys.exit(f"error: --gpus {gpus}: of these, PyTorch sees {torch.cuda.device_count()} here; without --gpus the CPU is used")
+found = torch.cuda.device_count()
+if gpus and found != len(gpus.split(",")):
+    sys.exit(f"error: --gpus {gpus}: PyTorch sees {found} of these here; without --gpus the CPU is used")
 for task in tasks.split(","):
     any_script.make_env(task).close()
 seen = set()
@@ -273,21 +287,24 @@ for record in sys.stdin.read().split("\0\n\0")[:-1]:
             sys.exit(f"error: --extra-args do not fit {module.__name__}.py")
         module.check_args(args)
         if directory.exists():
-            args.resume = True
-            module.check_same_options(args, module.stored_options(args), directory)
+            try:
+                module.check_same_options(args, module.stored_options(args), directory)
+            except SystemExit as error:
+                sys.exit(f"{error} (for a sweep: --label or another --runs-dir)")
 '
 
 check_in_python() {
-    local run
+    local run task_names
+    task_names=$(IFS=, && echo "${task_list[*]}")
     for run in "${!run_name[@]}"; do
         make_command "$run"
         printf '%s\0' "${words[@]}" $'\n'
-    done | env ${gpus:+"CUDA_VISIBLE_DEVICES=$gpus"} "$python" -c "$CHECK" "$ROOT" "$gpus" "$(IFS=, && echo "${task_list[*]}")" ||
-        exit 1
+    done | env ${gpus:+"CUDA_VISIBLE_DEVICES=$gpus"} "$python" -c "$CHECK" "$ROOT" "$gpus" "$task_names" || exit 1
 }
 
 is_busy() { # LOG: whether the run failed because another process has it
-    tail -n 1 "$1" | grep -qE 'is being written by another process|exists; continue it with --resume|Directory not empty'
+    tail -n 1 "$1" | grep -qE \
+        'is being written by another process|exists; continue it with --resume|run directory .*(not empty|File exists)'
 }
 
 make_report() {
@@ -477,7 +494,8 @@ print_job() { # TASKS_FILE
 
 make_submission() { # TASKS_FILE NUMBER: in $words
     words=(sbatch --parsable --job-name=sdar-benchmark "--array=0-$(($2 - 1))${max_running:+%$max_running}" --requeue
-        --signal=B:USR1@120 --open-mode=append "--output=${1//%/%%}.%a.out" --ntasks=1 "--cpus-per-task=${cpus_per_task:-1}")
+        --signal=B:USR1@120 --open-mode=append "--output=${1//%/%%}.%a.out" --ntasks=1
+        "--cpus-per-task=${cpus_per_task:-1}")
     [[ -z $partition ]] || words+=("--partition=$partition")
     [[ -z $time ]] || words+=("--time=$time")
     [[ -z $mem ]] || words+=("--mem=$mem")
@@ -488,7 +506,8 @@ make_submission() { # TASKS_FILE NUMBER: in $words
 # Names of the runs that an earlier submission has in the queue or running.
 list_queued() {
     local jobs file id index lines
-    jobs=$(squeue --noheader --array --user="$(id -un)" --format='%F %K') || fail "squeue failed, so it is not clear what is queued already"
+    jobs=$(squeue --noheader --array --user="$(id -un)" --format='%F %K') ||
+        fail "squeue failed, so it is not clear what is queued already"
     for file in "$runs_dir"/.sweeps/*.job; do
         [[ -e $file ]] || continue
         mapfile -t lines <"${file%.job}.tasks"
@@ -499,18 +518,17 @@ list_queued() {
 }
 
 submit() {
-    local run tasks_file queued limit job number=0
+    local run tasks_file queued limit job number lines=()
     type -P sbatch >/dev/null || fail "there is no sbatch here; --slurm is for a cluster's login node"
     mkdir -p "$runs_dir/.sweeps" "$runs_dir/.logs" || fail "cannot write to --runs-dir $runs_dir"
     queued=$(list_queued) || exit 1
-    tasks_file=$runs_dir/.sweeps/$(date +%Y%m%d-%H%M%S)-$$.tasks
     for run in "${!run_name[@]}"; do
         is_finished "${run_name[$run]}" && done_count=$((done_count + 1)) && continue
         grep -qxF -e "$(quoted "${run_name[$run]}")" <<<"$queued" && continue
         make_command "$run"
-        quoted "${run_name[$run]}" "${words[@]}" >>"$tasks_file"
-        number=$((number + 1))
+        lines+=("$(quoted "${run_name[$run]}" "${words[@]}")")
     done
+    number=${#lines[@]}
     if ((number == 0)); then
         echo "nothing to submit: $done_count of ${#run_name[@]} runs are finished, the others queued or running"
         ((done_count < ${#run_name[@]})) || make_report
@@ -518,7 +536,9 @@ submit() {
     fi
     limit=$(scontrol show config | sed -n 's/^MaxArraySize *= *//p')
     ((number <= ${limit:-number})) ||
-        fail "$number runs are more than this cluster's job arrays hold (MaxArraySize $limit); choose fewer --seeds at a time"
+        fail "$number runs are more than this cluster's job arrays hold ($limit, MaxArraySize); choose fewer --seeds"
+    tasks_file=$runs_dir/.sweeps/$(date +%Y%m%d-%H%M%S)-$$.tasks
+    printf '%s\n' "${lines[@]}" >"$tasks_file"
     print_job "$tasks_file" >"${tasks_file%.tasks}.sh"
     make_submission "$tasks_file" "$number"
     job=$("${words[@]}") || fail "sbatch refused; nothing was submitted"
@@ -533,8 +553,8 @@ report:  $(quoted "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir")
 SUBMITTED
 }
 
-# One task of the array, on its node. Slurm ends a job with SIGTERM when it is preempted, requeued or cancelled; its time
-# limit is announced with SIGUSR1. Whichever it is, the run is asked for a checkpoint and the job goes back to the queue.
+# One task of the array, on its node. Slurm ends a job with SIGTERM when it is preempted, requeued or cancelled, and
+# announces its time limit with SIGUSR1. Whichever it is, the run is asked for a checkpoint.
 run_slurm_task() {
     local log index=${SLURM_ARRAY_TASK_ID:?} try began_at
     local job=${SLURM_ARRAY_JOB_ID}_$index # not SLURM_JOB_ID: that of one task is also the whole array's
@@ -552,9 +572,9 @@ run_slurm_task() {
         "${words[@]}" >>"$log" 2>&1 </dev/null &
         pid=$!
         wait "$pid" 2>/dev/null || true # until it ends, or a signal comes
-        # SIGINT, because Slurm may have sent its SIGTERM to the whole tree or only to this shell, as the site has it, and
-        # a second SIGTERM would end the run without a checkpoint. Of SIGINT it heeds the first after its start only: in
-        # the background of a script it begins by ignoring it.
+        # SIGINT, because Slurm may have sent its SIGTERM to the whole tree or only to this shell, as the site has it,
+        # and a second SIGTERM would end the run without a checkpoint. SIGINT may be repeated: in the background of a
+        # script a process begins by ignoring it, and the run heeds one between its start and its end.
         while ((signals)) && kill -INT "$pid" 2>/dev/null; do
             sleep 1 || true
         done
@@ -584,27 +604,35 @@ made_progress() { # LOG OFFSET: whether what was logged since then got any furth
 
 # --- the sweep ---
 
-if [[ -n $slurm_task ]]; then
-    run_slurm_task
-fi
-check_options
-list_runs
-if [[ -n $dry_run ]]; then
+print_sweep() {
+    local tasks_file=$runs_dir/.sweeps/TIME.tasks
     print_commands
     if [[ -n $slurm ]]; then
-        tasks_file=$runs_dir/.sweeps/TIME.tasks
-        echo "# as one job array of ${#run_name[@]} tasks, of which finished and queued runs are left out:"
+        echo "# as one job array, without the runs that are finished or queued; TIME.sh is"
+        print_job "$tasks_file" | sed 's/^/#     /'
         make_submission "$tasks_file" "${#run_name[@]}"
         quoted "${words[@]}"
-        print_job "$tasks_file" | sed 's/^/#     /'
-        echo "# and when it is done:"
     fi
+    echo "# when all are finished"
     quoted "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir"
-    exit
-fi
-check_in_python
-if [[ -n $slurm ]]; then
-    submit
-else
-    run_here
-fi
+}
+
+main() {
+    if [[ -n $slurm_task ]]; then
+        run_slurm_task
+    fi
+    check_options
+    list_runs
+    if [[ -n $dry_run ]]; then
+        print_sweep
+        exit
+    fi
+    check_in_python
+    if [[ -n $slurm ]]; then
+        submit
+    else
+        run_here
+    fi
+}
+
+main; exit # on one line: bash reads a script as it goes, and this one may be edited while a sweep runs

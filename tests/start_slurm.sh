@@ -23,8 +23,8 @@ if ! command -v slurmctld slurmd munged >/dev/null; then
     apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null
 fi
 
-# Eight CPUs, so that tests do not wait for each other, and two GPUs are made up. cred_expire is also how long a requeued
-# job has to wait.
+# Eight CPUs, so that tests do not wait for each other, and two GPUs are made up. cred_expire is also how long a
+# requeued job has to wait.
 mkdir -p /etc/slurm /var/spool/slurmctld /var/spool/slurmd
 cat >/etc/slurm/slurm.conf <<CONF
 $MARK

@@ -2,7 +2,6 @@
 
 import fcntl
 import itertools
-import json
 import os
 import re
 import shlex
@@ -203,7 +202,7 @@ def test_bad_options_are_one_line(place, words, message):
         ),
         pytest.param(
             "--algos sac --tasks Pendulum-v1 --gpus 0,1",
-            "PyTorch sees 0 here",
+            "PyTorch sees 0 of these",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
         ),
     ],
@@ -249,8 +248,8 @@ def wait_for(condition, process):
         time.sleep(0.05)
 
 
-def test_stop_busy_continue(place):
-    """Ctrl-C, then someone else has the run, then it goes on: the agent is that of a run that was never interrupted."""
+def test_stopped_it_continues(place):
+    """Ctrl-C and the same command again: the agent is that of a run that was never interrupted."""
     settings = {**TINY, "env_id": "Pendulum-v1", "total_timesteps": 400, "eval_every": 0, "checkpoint_every": 50}
     words = ["--algos", "nrep", "--tasks", "Pendulum-v1", "--seeds", "3,", "--total-timesteps", "400"]
     words += ["--extra-args", f"{SMALL} --checkpoint-every 50"]
@@ -265,15 +264,6 @@ def test_stop_busy_continue(place):
     assert shlex.split(error.split("to continue:")[1]) == [str(place / "benchmark.sh"), *words]
     assert not (run / "agent.pt").exists()
     assert "stopped at step" in log.read_text()
-
-    lock = os.open(run, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    before = snapshot(run)
-    done = sweep(place, *words, expect=1)
-    assert done.stderr == f"busy: another process is writing {run}\n"
-    assert log.read_text().count("$ ") == 2  # not tried again
-    assert snapshot(run) == before
-    os.close(lock)
 
     done = sweep(place, *words)
     assert f"report|{run.parent}|--out|" in done.stdout
@@ -311,7 +301,7 @@ def test_all_runs_once_on_their_gpus(place):
     assert "24 runs, 24 of them finished already" in done.stdout
     dry = sweep(place, *words, "--dry-run").stdout.splitlines()
     assert sum(line.startswith("# finished: ") for line in dry) == 24
-    assert len(dry) == 25
+    assert len(dry) == 26  # and the report's
 
 
 def test_no_more_at_a_time_than_workers(place):
@@ -329,6 +319,24 @@ def test_a_retry_that_succeeds_is_no_failure(place):
     assert [words[-1] == "--resume" for words in started(place)] == [False, True, False]
     assert "2 of 2 done, 0 running, 0 failed" in done.stdout
     assert done.stderr == ""
+
+
+def test_a_run_that_another_process_has_is_busy(place):
+    """As the scripts say it: the messages are theirs."""
+    module = load("sac_continuous_action")
+    args = {**TINY, "env_id": "Pendulum-v1", "total_timesteps": 1, "runs_dir": str(place), "run_name": "run"}
+    lock = os.open(module.train(module.Args(**args)), os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for resume in (False, True):
+        with pytest.raises(SystemExit) as refusal:
+            module.train(module.Args(**args, resume=resume))
+        words = ["--quick", "--algos", "sac", "--tasks", "A,B", "--seeds", "1", "--runs-dir", f"runs {resume}"]
+        behave = f"[[ $name == B* ]] || {{ echo {shlex.quote(str(refusal.value))} >&2; exit 1; }}"
+        done = make_believe(place, *words, "--workers", "1", behave=behave, expect=1)
+        assert done.stderr == f"busy: another process is writing {place}/runs {resume}/A__sac_continuous_action__1\n"
+        assert "1 of 2 done, 0 running, 0 failed, 1 busy elsewhere" in done.stdout
+    os.close(lock)
+    assert len(started(place)) == 4  # nothing was tried again
 
 
 def test_retries_zero(place):
@@ -412,24 +420,9 @@ def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state
     assert "SIGTERM" not in (place / "runs" / ".logs" / "b.log").read_text()  # Slurm itself may have sent one
 
 
-@pytest.mark.skipif(not (ROOT / "report.py").exists(), reason="there is no report.py yet")
 def test_it_ends_with_the_report(place):
     (place / "report.py").unlink()
-    for path in ROOT.glob("*.py"):
-        if not (place / path.name).exists():
-            (place / path.name).symlink_to(path)
-    words = [
-        "--algos",
-        "sac",
-        "--tasks",
-        "Pendulum-v1",
-        "--seeds",
-        "1",
-        "--total-timesteps",
-        "60",
-        "--extra-args",
-        SMALL,
-    ]
-    sweep(place, *words, "--report-dir", "the report")
-    assert any((place / "the report").iterdir())
-    assert json.loads(next((place / "runs").glob("*/args.json")).read_text())["args"]["seed"] == 1
+    (place / "report.py").symlink_to(ROOT / "report.py")
+    words = ["--algos", "sac", "--tasks", "Pendulum-v1", "--seeds", "1", "--total-timesteps", "60"]
+    sweep(place, *words, "--report-dir", "my report", "--extra-args", f"{SMALL} --learning-starts 60")
+    assert (place / "my report" / "index.html").exists()
