@@ -572,7 +572,8 @@ class Agent(nn.Module):
     def update(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """One critic update and, every policy_frequency steps, as many of the actor and the temperature."""
         args = self.args
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.args.compile:
+            torch.compiler.cudagraph_mark_step_begin()
         loss, metrics = self.critic_loss(batch)
         minimise(loss, self.optimizers["critics"])
         if step % args.policy_frequency == 0:

@@ -653,7 +653,8 @@ class Agent(nn.Module):
     def update(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """One critic update and, every policy_frequency steps, the policy block of Algorithm 1."""
         args = self.args
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.args.compile:
+            torch.compiler.cudagraph_mark_step_begin()
         loss, metrics = self.critic_loss(batch)
         minimise(loss, self.optimizers["critics"])
         update_policies = step % args.policy_frequency == 0

@@ -630,7 +630,8 @@ class Agent(nn.Module):
 
     def update(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """One update of everything."""
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.args.compile:
+            torch.compiler.cudagraph_mark_step_begin()
         loss, metrics = self.critic_loss(batch)
         minimise(loss, self.optimizers["critics"])
         loss, policy_metrics = self.policy_loss(batch)

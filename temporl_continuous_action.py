@@ -584,7 +584,8 @@ class Agent(nn.Module):
 
     def update(self, batches: dict[str, dict[str, Tensor]], step: int) -> dict[str, Tensor]:
         """One update each of critic, actor, targets and skip network."""
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.args.compile:
+            torch.compiler.cudagraph_mark_step_begin()
         loss, critic_metrics = self.critic_loss(batches["replay"])
         minimise(loss, self.optimizers["critic"])
         loss, actor_metrics = self.actor_loss(batches["replay"])
