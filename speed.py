@@ -276,7 +276,8 @@ def work(pipe: Connection, contender: Contender, settings: Race) -> None:
     except Finished:
         pass
     except (Exception, SystemExit) as error:
-        pipe.send(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # nobody may be listening any more
+            pipe.send(f"{type(error).__name__}: {error}")
 
 
 # The parent's side.
@@ -342,7 +343,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         return str(value)
 
     lines = [list(rows[0]), ["---"] * len(rows[0]), *[[cell(value) for value in row.values()] for row in rows]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    escaped = ([text.replace("|", r"\|") for text in line] for line in lines)  # |A| is no two cells
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def machine(threads: int) -> str:

@@ -27,6 +27,11 @@ def test_matrix_products_of_a_network_with_its_backward_pass():
     assert operations == BATCH * (2 * first + 3 * second + 3 * third)  # the first layer's input needs no gradient
 
 
+def test_table_is_markdown():
+    lines = speed.table([{"|A|": 2, "SAC": 1234.5}, {"|A|": 17, "SAC": float("nan")}]).split("\n")
+    assert lines == [r"| \|A\| | SAC |", "| --- | --- |", "| 2 | 1,234 |", "| 17 |  |"]
+
+
 def test_steps_measures_a_script(monkeypatch, tmp_path, capsys):
     words = "steps --env-ids speed:Idle4-v0 --algorithms SDAR --hidden-dims 16 --turns 2 --steps 10 --rows 100"
     run_speed(monkeypatch, *words.split(), "--num-selection-samples", "4", "--output", str(tmp_path / "out"))
