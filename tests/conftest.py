@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job would ignore
 
 SCRIPTS = [
     "sdar_continuous_action",
