@@ -412,6 +412,7 @@ def raster_figure(pictures: list[Picture]) -> Figure:
         panel.pcolormesh(*edges, p.acts.T, cmap=ListedColormap([REPEAT, ACT]), vmin=0, vmax=1, rasterized=True)
         panel.hlines(edges[1][1:-1], edges[0][0], edges[0][-1], color="white", linewidth=2)
         panel.invert_yaxis()  # the first dimension on top
+        panel.grid(False)  # whatever the user's matplotlibrc says
         panel.set_title(p.title, fontsize=10, loc="left")
         panel.set_yticks(np.arange(len(p.names)) + 0.5, p.names)
         panel.tick_params(axis="y", length=0)

@@ -983,19 +983,17 @@ def aggregate_table(result: Aggregates) -> Table:
 
 # Figures.
 
-plt.rcParams.update(
-    {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.25,
-        "legend.frameon": False,
-        "pdf.fonttype": 42,  # text stays text in a paper's PDF
-        "savefig.dpi": 160,
-        "figure.constrained_layout.use": True,
-    }
-)
+PLOT_STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,  # text stays text in a paper's PDF
+    "savefig.dpi": 160,
+    "figure.constrained_layout.use": True,
+}
 
 
 def palette(algorithms: list[str]) -> dict[str, str]:
@@ -1242,6 +1240,7 @@ def read_study(args: Args) -> Study:
     return Study(runs, tasks, random_returns, notes)
 
 
+@plt.rc_context(PLOT_STYLE)
 def main(args: Args) -> None:
     study = read_study(args)
     runs, tasks, zeros = study.runs, study.tasks, study.zeros
