@@ -1078,6 +1078,7 @@ def smoothness_figure(tasks: list[Task], colours: dict[str, str]) -> Any:
                 label=algorithm,
             )
         axis.set_title(task.name)
+        axis.locator_params(axis="x", nbins=4)
     figure.supxlabel("AFR, mean absolute change per dimension", fontsize=9)
     figure.supylabel("greedy return", fontsize=9)
     shared_legend(figure, axes)
