@@ -590,7 +590,7 @@ def emphasis(text: str, bold: str, italic: str) -> str:
 def latex_escape(text: str) -> str:
     text = text.replace("\\", r"\textbackslash ")
     text = re.sub(r"([&%$#_{}])", r"\\\1", text)
-    symbols = {"±": r"$\pm$", "∞": r"$\infty$", "≥": r"$\geq$", "₀": "$_0$", "₁": "$_1$", "·": r"$\cdot$", "%": "%"}
+    symbols = {"±": r"$\pm$", "∞": r"$\infty$", "≥": r"$\geq$", "₀": "$_0$", "₁": "$_1$", "·": r"$\cdot$"}
     text = "".join(symbols.get(character, character) for character in text)
     return re.sub(r"(?<![\w.])-(?=\d)", "$-$", text)
 
