@@ -1185,6 +1185,8 @@ def claim(out: Path) -> None:
         if out.exists() and any(path.name != "cache" for path in out.iterdir()) and GENERATOR not in index.read_text():
             raise FileExistsError
         (out / "cache").mkdir(parents=True, exist_ok=True)
+        if not index.exists():  # a report that is interrupted can be made again
+            index.write_text(f"<!doctype html>{GENERATOR}<p>This report is not finished.\n")
     except (FileNotFoundError, FileExistsError, NotADirectoryError):
         fail(f"--out {out} exists and is not an earlier report; name a new folder")
     except OSError as error:

@@ -470,6 +470,15 @@ def test_bad_input_says_what_to_do(tmp_path):
     assert (tmp_path / "thesis" / "index.html").read_text() == "mine"
 
 
+def test_an_interrupted_report_can_be_made_again(tmp_path, monkeypatch):
+    make_run(tmp_path / "runs")
+    monkeypatch.setattr(report, "run_table", lambda runs: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "runs", tmp_path / "out")
+    monkeypatch.undo()
+    assert "Runs" in (build(tmp_path / "runs", tmp_path / "out") / "index.html").read_text()
+
+
 # The real thing.
 
 
