@@ -28,7 +28,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -482,18 +482,48 @@ def frozen_view(module: nn.Module) -> nn.Module:
     return view
 
 
-def adam(parameters: Any, learning_rate: float, device: torch.device) -> torch.optim.Adam:
-    """Adam that takes one kernel per step where there is one, and that CUDA graphs can capture."""
-    fused = device.type in ("cpu", "cuda")
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused, capturable=device.type == "cuda")
+class Adam:
+    """Adam's fused kernel alone: for small networks torch.optim.Adam takes longer around it than in it."""
+
+    def __init__(self, parameters: Iterable[Tensor], learning_rate: float):
+        self.parameters, self.learning_rate = list(parameters), learning_rate
+        self.means = [torch.zeros_like(p) for p in self.parameters]
+        self.squares = [torch.zeros_like(p) for p in self.parameters]
+        self.steps = torch.zeros((), device=self.parameters[0].device)  # there, so that CUDA graphs can capture a step
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        self.steps += 1
+        torch._fused_adam_(
+            self.parameters,
+            gradients,
+            self.means,
+            self.squares,
+            [],
+            [self.steps] * len(self.parameters),
+            lr=self.learning_rate,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "means": self.means, "squares": self.squares}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        theirs = [state["steps"], *state["means"], *state["squares"]]
+        for ours, their in zip([self.steps, *self.means, *self.squares], theirs, strict=True):
+            ours.copy_(their)
 
 
-def minimise(loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+def minimise(loss: Tensor, *optimizers: Adam) -> None:
+    gradients = iter(torch.autograd.grad(loss, [p for optimizer in optimizers for p in optimizer.parameters]))
     for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
+        optimizer.step([next(gradients) for _ in optimizer.parameters])
 
 
 @torch.no_grad()
@@ -501,12 +531,27 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
     torch._foreach_lerp_(targets, online, tau)
 
 
+def keep_activations() -> Any:
+    """Has compiled losses save ReLU's outputs for the backward pass instead of its masks, which are slow on a CPU."""
+    from torch._functorch.partitioners import default_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class KeepActivations(CustomPartitionerFn):
+        def __call__(self, joint: Any, inputs: Any, compiler: str = "inductor", **options: Any) -> Any:
+            return default_partition(joint, inputs, **options)
+
+        def uuid(self) -> str:  # its name in the cache of compiled code
+            return "keep activations"
+
+    return KeepActivations()
+
+
 def compiled(function: Callable, device: torch.device) -> Callable:
     """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
     if device.type == "cuda":
         fast = torch.compile(function, mode="reduce-overhead")
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
-        fast = torch.compile(function, options={"fallback_random": True})
+        fast = torch.compile(function, options={"fallback_random": True, "custom_partitioner_fn": keep_activations()})
     ready = False
 
     def call(*inputs: Any) -> Any:
@@ -544,10 +589,11 @@ class Agent(nn.Module):
         self.critic_parameters = [*self.q1.parameters(), *self.q2.parameters()]
         self.target_parameters = [*self.q1_target.parameters(), *self.q2_target.parameters()]
         self.optimizers = {
-            "critics": adam(self.critic_parameters, args.q_lr, device),
-            "actor": adam(self.actor.parameters(), args.policy_lr, device),
-            "alpha": adam([self.log_alpha], args.q_lr, device),
+            "critics": Adam(self.critic_parameters, args.q_lr),
+            "actor": Adam(self.actor.parameters(), args.policy_lr),
         }
+        if args.autotune:
+            self.optimizers["alpha"] = Adam([self.log_alpha], args.q_lr)
         if args.compile:
             self.critic_loss = compiled(self.critic_loss, device)
             self.policy_loss = compiled(self.policy_loss, device)
@@ -563,12 +609,13 @@ class Agent(nn.Module):
         args = self.args
         if self.args.compile:
             torch.compiler.cudagraph_mark_step_begin()
+        critics, *policy = self.optimizers.values()  # the latter: actor and, with autotune, temperature
         loss, metrics = self.critic_loss(batch)
-        minimise(loss, self.optimizers["critics"])
+        minimise(loss, critics)
         if step % args.policy_frequency == 0:
             for _ in range(args.policy_frequency):
                 loss, policy_metrics = self.policy_loss(batch)
-                minimise(loss, self.optimizers["actor"], self.optimizers["alpha"])
+                minimise(loss, *policy)
             metrics = {**metrics, **policy_metrics}
         if step % args.target_network_frequency == 0:
             soft_update(self.target_parameters, self.critic_parameters, args.tau)

@@ -1,5 +1,6 @@
 """What every script has in common: tasks, replay buffer, metrics, logs, run directories and their errors."""
 
+import copy
 import json
 import platform
 import re
@@ -328,6 +329,35 @@ def test_time_limits_are_not_terminal(script, tmp_path, monkeypatch):
 
 
 @shared_code
+def test_adam_is_torchs_and_continues_from_its_state(script):
+    torch.manual_seed(0)
+    shapes, rate = [(7, 3), (7,), ()], 0.05
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    adam, reference = script.Adam(ours, rate), torch.optim.Adam(theirs, lr=rate)
+    for step in range(20):
+        if step == 10:  # as after a restart
+            state = copy.deepcopy(adam.state_dict())
+            adam = script.Adam(ours, rate)
+            adam.load_state_dict(state)
+        gradients = [torch.randn(shape) * 10.0**-step for shape in shapes]
+        adam.step(gradients)
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient
+        reference.step()
+        for our, their in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-7)
+
+
+def test_minimise_moves_the_named_parameters_only(script):
+    """By Adam's first step, which is the learning rate against the gradient's sign; nothing is left in .grad."""
+    x, y, z = (torch.nn.Parameter(torch.tensor([2.0, -3.0])) for _ in range(3))
+    script.minimise((x * x + 5 * y * y + z).sum(), script.Adam([x], 0.1), script.Adam([y], 0.2))
+    torch.testing.assert_close(x.data, torch.tensor([1.9, -2.9]))
+    torch.testing.assert_close(y.data, torch.tensor([1.8, -2.8]))
+    assert z.tolist() == [2.0, -3.0]
+    assert x.grad is y.grad is z.grad is None
+
+
 def test_repetition_metrics_by_hand(script):
     a = np.array([[0.0, 0.0], [0.3, 0.0], [0.3, 0.4], [0.3, 0.4]])  # changes (.3, 0), (0, .4), (0, 0)
     b = np.array([[1.0, 1.0], [0.4, 0.2]])  # changes (-.6, -.8)

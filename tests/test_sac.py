@@ -183,17 +183,18 @@ def test_frozen_critics_follow_the_online_ones():
             assert torch.equal(a, b)
 
 
+def updates(agent):
+    return {name: optimizer.steps.item() for name, optimizer in agent.optimizers.items()}
+
+
 def test_update_frequencies():
     """Every third step the actor and α move three times; every second the targets, by τ."""
     agent = make_agent(policy_frequency=3, target_network_frequency=2, tau=0.25)
-    counts = dict.fromkeys(agent.optimizers, 0)
-    for name, optimizer in agent.optimizers.items():
-        optimizer.register_step_post_hook(lambda *_, name=name: counts.update({name: counts[name] + 1}))
     for step in range(1, 7):
-        counted, before = dict(counts), [p.clone() for p in agent.target_parameters]
+        counted, before = updates(agent), [p.clone() for p in agent.target_parameters]
         agent.update(make_batch(), step)
         policy_updates = 3 if step in (3, 6) else 0
-        added = {name: counts[name] - counted[name] for name in counts}
+        added = {name: count - counted[name] for name, count in updates(agent).items()}
         assert added == {"critics": 1, "actor": policy_updates, "alpha": policy_updates}
         tau = 0.25 if step in (2, 4, 6) else 0
         for old, new, online in zip(before, agent.target_parameters, agent.critic_parameters, strict=True):
@@ -210,7 +211,7 @@ def test_policy_updates_draw_fresh_noise_and_use_the_new_temperature(monkeypatch
         return loss, metrics
 
     monkeypatch.setattr(agent, "policy_loss", recorded)
-    agent.optimizers["actor"].param_groups[0]["lr"] = 0.0  # then another entropy is other noise
+    agent.optimizers["actor"].learning_rate = 0.0  # then another entropy is other noise
     agent.update(make_batch(), step=2)
     (entropy, alpha, current), (entropy_again, alpha_again, current_again) = seen
     assert entropy != entropy_again

@@ -291,9 +291,8 @@ def test_critic_without_a_row_learns_nothing():
 def test_torso_gradients_are_scaled_and_all_are_clamped(scale):
     """What Adam sees, against the plain gradient; observations of 3e4 make gradients that exceed the limit."""
     agent, batches, seen = make_agent(), make_batches(scale=scale), {}
-    agent.optimizers["skip"].register_step_pre_hook(
-        lambda *_: seen.update({name: p.grad.clone() for name, p in agent.skip.named_parameters()})
-    )
+    names = [name for name, _ in agent.skip.named_parameters()]
+    agent.optimizers["skip"].step = lambda gradients: seen.update(zip(names, gradients, strict=True))
     plain = make_agent()
     plain.update(batches, 1)  # brings the targets where they are when the heads learn
     plain.skip.load_state_dict(make_agent().skip.state_dict())
@@ -329,11 +328,9 @@ def test_losses_keep_to_their_networks():
 
 def test_an_update_moves_each_network_once_and_the_targets_by_tau():
     agent = make_agent(tau=0.25)
-    counts = dict.fromkeys(agent.optimizers, 0)
-    for name, optimizer in agent.optimizers.items():
-        optimizer.register_step_post_hook(lambda *_, name=name: counts.update({name: counts[name] + 1}))
     before = [p.clone() for p in agent.target_parameters]
     agent.update(make_batches(), step=1)
+    counts = {name: optimizer.steps.item() for name, optimizer in agent.optimizers.items()}
     assert counts == {"actor": 1, "critic": 1, "skip": 1}
     online = [*agent.actor.parameters(), *agent.critic.parameters()]
     targets = [*agent.actor_target.parameters(), *agent.critic_target.parameters()]
