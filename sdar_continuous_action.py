@@ -599,8 +599,11 @@ def keep_activations() -> Any:
         def __call__(self, joint: Any, inputs: Any, compiler: str = "inductor", **options: Any) -> Any:
             return default_partition(joint, inputs, **options)
 
-        def uuid(self) -> str:  # its name in the cache of compiled code
+        def uuid(self) -> str:  # its name in the cache of compiled code, which pickles it as well
             return "keep activations"
+
+        def __reduce__(self) -> Any:
+            return keep_activations, ()
 
     return KeepActivations()
 
@@ -610,7 +613,8 @@ def compiled(function: Callable, device: torch.device) -> Callable:
     if device.type == "cuda":
         fast = torch.compile(function, mode="reduce-overhead")
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
-        fast = torch.compile(function, options={"fallback_random": True, "custom_partitioner_fn": keep_activations()})
+        options = {"fallback_random": True, "custom_partitioner_fn": keep_activations(), "cpp_wrapper": True}
+        fast = torch.compile(function, options=options)
     ready = False
 
     def call(*inputs: Any) -> Any:

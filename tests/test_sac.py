@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import sac_continuous_action as sac
 from tests.conftest import TINY, scalars
@@ -248,7 +249,7 @@ def test_update_runs_on_the_meta_device(options):
     assert all(value.device.type == "meta" for value in metrics.values())
 
 
-def test_compiled_losses_equal_eager_ones(capsys):
+def test_compiled_losses_equal_eager_ones_and_are_cached(capsys):
     torch._dynamo.reset()
     eager, fast = (make_agent(compile=c) for c in (False, True))
     for step in (1, 2, 3, 4):
@@ -261,6 +262,12 @@ def test_compiled_losses_equal_eager_ones(capsys):
             torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
     said = re.findall(r"compiled (\w+) in \d+ s", capsys.readouterr().out)
     assert said == ["critic_loss", "policy_loss"]
+
+    torch._dynamo.reset()
+    counters.clear()
+    make_agent(compile=True).update(make_batch(), step=2)
+    assert counters["inductor"]["fxgraph_cache_hit"] == 4  # both losses, forward and backward
+    assert counters["inductor"]["fxgraph_cache_miss"] == counters["inductor"]["fxgraph_cache_bypass"] == 0
 
 
 @pytest.mark.parametrize(
