@@ -528,10 +528,28 @@ class Adam:
             ours.copy_(their)
 
 
-def minimise(loss: Tensor, *optimizers: Adam) -> None:
-    gradients = iter(torch.autograd.grad(loss, [p for optimizer in optimizers for p in optimizer.parameters]))
-    for optimizer in optimizers:
-        optimizer.step([next(gradients) for _ in optimizer.parameters])
+def differentiated(loss_function: Callable, parameters: list[Tensor], compile: bool) -> Callable:
+    """The function that gives the gradients and the metrics of `loss_function`, which gives a loss and metrics."""
+
+    def gradients(*inputs: Any) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        loss, metrics = loss_function(*inputs)
+        return torch.autograd.grad(loss, parameters), metrics
+
+    return compiled(gradients, loss_function.__name__, parameters[0].device) if compile else gradients
+
+
+def minimiser(loss_function: Callable, *optimizers: Adam, compile: bool) -> Callable[..., dict[str, Tensor]]:
+    """The function that takes the loss's inputs, moves the optimizers' parameters one step, and gives the metrics."""
+    gradients_of = differentiated(loss_function, [p for adam in optimizers for p in adam.parameters], compile)
+
+    def step(*inputs: Any) -> dict[str, Tensor]:
+        gradients, metrics = gradients_of(*inputs)
+        rest = iter(gradients)
+        for adam in optimizers:
+            adam.step([next(rest) for _ in adam.parameters])
+        return metrics
+
+    return step
 
 
 @torch.no_grad()
@@ -539,31 +557,24 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
     torch._foreach_lerp_(targets, online, tau)
 
 
-def keep_activations() -> Any:
-    """Has compiled losses save ReLU's outputs for the backward pass instead of its masks, which are slow on a CPU."""
-    from torch._functorch.partitioners import default_partition
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+def check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
-    class KeepActivations(CustomPartitionerFn):
-        def __call__(self, joint: Any, inputs: Any, compiler: str = "inductor", **options: Any) -> Any:
-            return default_partition(joint, inputs, **options)
-
-        def uuid(self) -> str:  # its name in the cache of compiled code, which pickles it as well
-            return "keep activations"
-
-        def __reduce__(self) -> Any:
-            return keep_activations, ()
-
-    return KeepActivations()
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        fail("--compile needs a C++ compiler and found none; install one (Debian: g++), or set CXX, or drop --compile")
 
 
-def compiled(function: Callable, device: torch.device) -> Callable:
+def compiled(function: Callable, name: str, device: torch.device) -> Callable:
     """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
+    torch._dynamo.config.trace_autograd_ops = True  # loss and gradient in one piece: nothing to keep in between
     if device.type == "cuda":
         fast = torch.compile(function, mode="reduce-overhead")
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
-        options = {"fallback_random": True, "custom_partitioner_fn": keep_activations(), "cpp_wrapper": True}
-        fast = torch.compile(function, options=options)
+        check_compiler()
+        fast = torch.compile(function, options={"fallback_random": True, "cpp_wrapper": True})
     ready = False
 
     def call(*inputs: Any) -> Any:
@@ -571,9 +582,8 @@ def compiled(function: Callable, device: torch.device) -> Callable:
         if ready:
             return fast(*inputs)
         began, ready = time.monotonic(), True
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # the backward pass now, too
-            outputs = fast(*inputs)
-        say(f"compiled {function.__name__} in {time.monotonic() - began:.0f} s")
+        outputs = fast(*inputs)
+        say(f"compiled {name} in {time.monotonic() - began:.0f} s")
         return outputs
 
     return call
@@ -600,15 +610,14 @@ class Agent(nn.Module):
 
         self.critic_parameters = [*self.q1.parameters(), *self.q2.parameters()]
         self.target_parameters = [*self.q1_target.parameters(), *self.q2_target.parameters()]
-        self.optimizers = {
-            "critics": Adam(self.critic_parameters, args.q_lr),
-            "actor": Adam(self.actor.parameters(), args.policy_lr),
-        }
+        critics = Adam(self.critic_parameters, args.q_lr)
+        actor = Adam(self.actor.parameters(), args.policy_lr)
+        self.optimizers = {"critics": critics, "actor": actor}
         if args.autotune:
             self.optimizers["alpha"] = Adam([self.log_alpha], args.q_lr)
-        if args.compile:
-            self.critic_loss = compiled(self.critic_loss, device)
-            self.policy_loss = compiled(self.policy_loss, device)
+        _, *policy = self.optimizers.values()
+        self.update_critics = minimiser(self.critic_loss, critics, compile=args.compile)
+        self.update_policy = minimiser(self.policy_loss, *policy, compile=args.compile)
 
     @torch.inference_mode()
     def act(self, obs: np.ndarray, memory: dict[str, Any] | None, mode: str) -> tuple[np.ndarray, dict[str, Any]]:
@@ -624,13 +633,10 @@ class Agent(nn.Module):
         args = self.args
         if self.args.compile:
             torch.compiler.cudagraph_mark_step_begin()
-        critics, *policy = self.optimizers.values()  # the latter: actor and, with autotune, temperature
-        loss, metrics = self.critic_loss(batch)
-        minimise(loss, critics)
+        metrics = self.update_critics(batch)
         if step % args.policy_frequency == 0:
             for _ in range(args.policy_frequency):
-                loss, policy_metrics = self.policy_loss(batch)
-                minimise(loss, *policy)
+                policy_metrics = self.update_policy(batch)
             metrics = {**metrics, **policy_metrics}
         if step % args.target_network_frequency == 0:
             soft_update(self.target_parameters, self.critic_parameters, args.tau)

@@ -503,8 +503,7 @@ def estimators(settings: Estimators) -> None:
         def gradient(samples: int | None, baseline: bool, agent=agent, states=states, args=args) -> Tensor:
             agent.exact = samples is None
             agent.args = dataclasses.replace(args, num_selection_samples=samples, selection_baseline=baseline)
-            logits = agent.selection(states["obs"], states["prev_actions"])
-            loss, _ = agent.selection_loss(states, logits)
+            loss, _ = agent.selection_loss(states)
             return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(agent.selection.parameters()))])
 
         order = torch.randperm(len(states["obs"]))[: args.batch_size]

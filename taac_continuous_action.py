@@ -572,10 +572,28 @@ class Adam:
             ours.copy_(their)
 
 
-def minimise(loss: Tensor, *optimizers: Adam) -> None:
-    gradients = iter(torch.autograd.grad(loss, [p for optimizer in optimizers for p in optimizer.parameters]))
-    for optimizer in optimizers:
-        optimizer.step([next(gradients) for _ in optimizer.parameters])
+def differentiated(loss_function: Callable, parameters: list[Tensor], compile: bool) -> Callable:
+    """The function that gives the gradients and the metrics of `loss_function`, which gives a loss and metrics."""
+
+    def gradients(*inputs: Any) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        loss, metrics = loss_function(*inputs)
+        return torch.autograd.grad(loss, parameters), metrics
+
+    return compiled(gradients, loss_function.__name__, parameters[0].device) if compile else gradients
+
+
+def minimiser(loss_function: Callable, *optimizers: Adam, compile: bool) -> Callable[..., dict[str, Tensor]]:
+    """The function that takes the loss's inputs, moves the optimizers' parameters one step, and gives the metrics."""
+    gradients_of = differentiated(loss_function, [p for adam in optimizers for p in adam.parameters], compile)
+
+    def step(*inputs: Any) -> dict[str, Tensor]:
+        gradients, metrics = gradients_of(*inputs)
+        rest = iter(gradients)
+        for adam in optimizers:
+            adam.step([next(rest) for _ in adam.parameters])
+        return metrics
+
+    return step
 
 
 @torch.no_grad()
@@ -583,31 +601,24 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
     torch._foreach_lerp_(targets, online, tau)
 
 
-def keep_activations() -> Any:
-    """Has compiled losses save ReLU's outputs for the backward pass instead of its masks, which are slow on a CPU."""
-    from torch._functorch.partitioners import default_partition
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+def check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
-    class KeepActivations(CustomPartitionerFn):
-        def __call__(self, joint: Any, inputs: Any, compiler: str = "inductor", **options: Any) -> Any:
-            return default_partition(joint, inputs, **options)
-
-        def uuid(self) -> str:  # its name in the cache of compiled code, which pickles it as well
-            return "keep activations"
-
-        def __reduce__(self) -> Any:
-            return keep_activations, ()
-
-    return KeepActivations()
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        fail("--compile needs a C++ compiler and found none; install one (Debian: g++), or set CXX, or drop --compile")
 
 
-def compiled(function: Callable, device: torch.device) -> Callable:
+def compiled(function: Callable, name: str, device: torch.device) -> Callable:
     """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
+    torch._dynamo.config.trace_autograd_ops = True  # loss and gradient in one piece: nothing to keep in between
     if device.type == "cuda":
         fast = torch.compile(function, mode="reduce-overhead")
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
-        options = {"fallback_random": True, "custom_partitioner_fn": keep_activations(), "cpp_wrapper": True}
-        fast = torch.compile(function, options=options)
+        check_compiler()
+        fast = torch.compile(function, options={"fallback_random": True, "cpp_wrapper": True})
     ready = False
 
     def call(*inputs: Any) -> Any:
@@ -615,9 +626,8 @@ def compiled(function: Callable, device: torch.device) -> Callable:
         if ready:
             return fast(*inputs)
         began, ready = time.monotonic(), True
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # the backward pass now, too
-            outputs = fast(*inputs)
-        say(f"compiled {function.__name__} in {time.monotonic() - began:.0f} s")
+        outputs = fast(*inputs)
+        say(f"compiled {name} in {time.monotonic() - began:.0f} s")
         return outputs
 
     return call
@@ -647,14 +657,12 @@ class Agent(nn.Module):
         online, targets = [self.q1, self.q2], [self.q1_target, self.q2_target]
         self.critic_parameters = [p for q in online for p in q.parameters()]
         self.target_parameters = [p for q in targets for p in q.parameters()]
-        self.optimizers = {
-            "critics": Adam(self.critic_parameters, args.q_lr),
-            "policy": Adam(self.policy.parameters(), args.policy_lr),
-            "alphas": Adam([self.log_alpha_selection, self.log_alpha_action], args.alpha_lr),
-        }
-        if args.compile:
-            self.critic_loss = compiled(self.critic_loss, device)
-            self.policy_loss = compiled(self.policy_loss, device)
+        critics = Adam(self.critic_parameters, args.q_lr)
+        policy = Adam(self.policy.parameters(), args.policy_lr)
+        alphas = Adam([self.log_alpha_selection, self.log_alpha_action], args.alpha_lr)
+        self.optimizers = {"critics": critics, "policy": policy, "alphas": alphas}
+        self.update_critics = minimiser(self.critic_loss, critics, compile=args.compile)
+        self.update_policy = minimiser(self.policy_loss, policy, alphas, compile=args.compile)
 
     @torch.inference_mode()
     def act(self, obs: np.ndarray, memory: Tensor | None, mode: str) -> tuple[np.ndarray, Tensor]:
@@ -681,10 +689,8 @@ class Agent(nn.Module):
         """One update of everything."""
         if self.args.compile:
             torch.compiler.cudagraph_mark_step_begin()
-        loss, metrics = self.critic_loss(batch)
-        minimise(loss, self.optimizers["critics"])
-        loss, policy_metrics = self.policy_loss(batch)
-        minimise(loss, self.optimizers["policy"], self.optimizers["alphas"])
+        metrics = self.update_critics(batch)
+        policy_metrics = self.update_policy(batch)
         soft_update(self.target_parameters, self.critic_parameters, self.args.tau)
         return {**metrics, **policy_metrics}
 

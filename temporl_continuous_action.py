@@ -528,10 +528,28 @@ class Adam:
             ours.copy_(their)
 
 
-def minimise(loss: Tensor, *optimizers: Adam) -> None:
-    gradients = iter(torch.autograd.grad(loss, [p for optimizer in optimizers for p in optimizer.parameters]))
-    for optimizer in optimizers:
-        optimizer.step([next(gradients) for _ in optimizer.parameters])
+def differentiated(loss_function: Callable, parameters: list[Tensor], compile: bool) -> Callable:
+    """The function that gives the gradients and the metrics of `loss_function`, which gives a loss and metrics."""
+
+    def gradients(*inputs: Any) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        loss, metrics = loss_function(*inputs)
+        return torch.autograd.grad(loss, parameters), metrics
+
+    return compiled(gradients, loss_function.__name__, parameters[0].device) if compile else gradients
+
+
+def minimiser(loss_function: Callable, *optimizers: Adam, compile: bool) -> Callable[..., dict[str, Tensor]]:
+    """The function that takes the loss's inputs, moves the optimizers' parameters one step, and gives the metrics."""
+    gradients_of = differentiated(loss_function, [p for adam in optimizers for p in adam.parameters], compile)
+
+    def step(*inputs: Any) -> dict[str, Tensor]:
+        gradients, metrics = gradients_of(*inputs)
+        rest = iter(gradients)
+        for adam in optimizers:
+            adam.step([next(rest) for _ in adam.parameters])
+        return metrics
+
+    return step
 
 
 @torch.no_grad()
@@ -539,31 +557,24 @@ def soft_update(targets: list[Tensor], online: list[Tensor], tau: float) -> None
     torch._foreach_lerp_(targets, online, tau)
 
 
-def keep_activations() -> Any:
-    """Has compiled losses save ReLU's outputs for the backward pass instead of its masks, which are slow on a CPU."""
-    from torch._functorch.partitioners import default_partition
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+def check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
 
-    class KeepActivations(CustomPartitionerFn):
-        def __call__(self, joint: Any, inputs: Any, compiler: str = "inductor", **options: Any) -> Any:
-            return default_partition(joint, inputs, **options)
-
-        def uuid(self) -> str:  # its name in the cache of compiled code, which pickles it as well
-            return "keep activations"
-
-        def __reduce__(self) -> Any:
-            return keep_activations, ()
-
-    return KeepActivations()
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        fail("--compile needs a C++ compiler and found none; install one (Debian: g++), or set CXX, or drop --compile")
 
 
-def compiled(function: Callable, device: torch.device) -> Callable:
+def compiled(function: Callable, name: str, device: torch.device) -> Callable:
     """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
+    torch._dynamo.config.trace_autograd_ops = True  # loss and gradient in one piece: nothing to keep in between
     if device.type == "cuda":
         fast = torch.compile(function, mode="reduce-overhead")
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
-        options = {"fallback_random": True, "custom_partitioner_fn": keep_activations(), "cpp_wrapper": True}
-        fast = torch.compile(function, options=options)
+        check_compiler()
+        fast = torch.compile(function, options={"fallback_random": True, "cpp_wrapper": True})
     ready = False
 
     def call(*inputs: Any) -> Any:
@@ -571,9 +582,8 @@ def compiled(function: Callable, device: torch.device) -> Callable:
         if ready:
             return fast(*inputs)
         began, ready = time.monotonic(), True
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):  # the backward pass now, too
-            outputs = fast(*inputs)
-        say(f"compiled {function.__name__} in {time.monotonic() - began:.0f} s")
+        outputs = fast(*inputs)
+        say(f"compiled {name} in {time.monotonic() - began:.0f} s")
         return outputs
 
     return call
@@ -598,15 +608,13 @@ class Agent(nn.Module):
 
         self.online_parameters = [*self.actor.parameters(), *self.critic.parameters()]
         self.target_parameters = [*self.actor_target.parameters(), *self.critic_target.parameters()]
-        self.optimizers = {
-            "actor": Adam(self.actor.parameters(), args.learning_rate),
-            "critic": Adam(self.critic.parameters(), args.learning_rate),
-            "skip": Adam(self.skip.parameters(), args.learning_rate),
-        }
-        if args.compile:
-            self.critic_loss = compiled(self.critic_loss, device)
-            self.actor_loss = compiled(self.actor_loss, device)
-            self.skip_loss = compiled(self.skip_loss, device)
+        actor = Adam(self.actor.parameters(), args.learning_rate)
+        critic = Adam(self.critic.parameters(), args.learning_rate)
+        skip = Adam(self.skip.parameters(), args.learning_rate)
+        self.optimizers = {"actor": actor, "critic": critic, "skip": skip}
+        self.update_critic = minimiser(self.critic_loss, critic, compile=args.compile)
+        self.update_actor = minimiser(self.actor_loss, actor, compile=args.compile)
+        self.update_skip = minimiser(self.skip_loss, skip, compile=args.compile)
 
     @torch.inference_mode()
     def act(self, obs: np.ndarray, memory: dict[str, Any] | None, mode: str) -> tuple[np.ndarray, dict[str, Any]]:
@@ -635,13 +643,10 @@ class Agent(nn.Module):
         """One update each of critic, actor, targets and skip network."""
         if self.args.compile:
             torch.compiler.cudagraph_mark_step_begin()
-        loss, critic_metrics = self.critic_loss(batches["replay"])
-        minimise(loss, self.optimizers["critic"])
-        loss, actor_metrics = self.actor_loss(batches["replay"])
-        minimise(loss, self.optimizers["actor"])
+        critic_metrics = self.update_critic(batches["replay"])
+        actor_metrics = self.update_actor(batches["replay"])
         soft_update(self.target_parameters, self.online_parameters, self.args.tau)
-        loss, skip_metrics = self.skip_loss(batches["skips"])
-        minimise(loss, self.optimizers["skip"])
+        skip_metrics = self.update_skip(batches["skips"])
         return {**critic_metrics, **actor_metrics, **skip_metrics}
 
     def critic_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -208,6 +208,14 @@ def test_bad_options_are_refused_before_anything_is_made(script, options, compla
 
 
 @shared_code
+def test_compile_without_a_compiler_is_refused_before_anything_is_made(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    done = run(script, expect=1, env_id="Pendulum-v1", runs_dir=tmp_path / "runs", cuda=False, compile=True)
+    assert re.fullmatch(r"error: --compile needs a C\+\+ compiler [^\n]+ or drop --compile\n", done.stderr)
+    assert not (tmp_path / "runs").exists()
+
+
+@shared_code
 def test_errors_are_one_line_and_an_exit_status(script):
     done = run(script, expect=1, env_id="CartPole-v1", cuda=False)
     assert re.fullmatch(r"error: [^\n]+\n", done.stderr)
@@ -348,16 +356,24 @@ def test_adam_is_torchs_and_continues_from_its_state(script):
             torch.testing.assert_close(our, their, rtol=1e-6, atol=1e-7)
 
 
-def test_minimise_moves_the_named_parameters_only(script):
+@shared_code
+def test_a_minimiser_moves_its_parameters_only(script):
     """By Adam's first step, which is the learning rate against the gradient's sign; nothing is left in .grad."""
     x, y, z = (torch.nn.Parameter(torch.tensor([2.0, -3.0])) for _ in range(3))
-    script.minimise((x * x + 5 * y * y + z).sum(), script.Adam([x], 0.1), script.Adam([y], 0.2))
+
+    def loss(scale):
+        value = (x * x + scale * y * y + z).sum()
+        return value, {"value": value.detach()}
+
+    step = script.minimiser(loss, script.Adam([x], 0.1), script.Adam([y], 0.2), compile=False)
+    assert step(5.0)["value"].item() == 13 + 5 * 13 - 1
     torch.testing.assert_close(x.data, torch.tensor([1.9, -2.9]))
     torch.testing.assert_close(y.data, torch.tensor([1.8, -2.8]))
     assert z.tolist() == [2.0, -3.0]
     assert x.grad is y.grad is z.grad is None
 
 
+@shared_code
 def test_repetition_metrics_by_hand(script):
     a = np.array([[0.0, 0.0], [0.3, 0.0], [0.3, 0.4], [0.3, 0.4]])  # changes (.3, 0), (0, .4), (0, 0)
     b = np.array([[1.0, 1.0], [0.4, 0.2]])  # changes (-.6, -.8)

@@ -252,7 +252,7 @@ def test_exact_selection_loss_against_brute_force(no_noise, mask_repeated):
         agent.log_alpha_selection.fill_(-0.3)
         agent.log_alpha_action.fill_(0.4)
     batch = make_batch(dtype=torch.float64)
-    loss, _ = agent.selection_loss(batch, logits_of(agent, batch))
+    loss, _ = agent.selection_loss(batch)
     rows = []
     for i in range(BATCH):
         obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
@@ -277,7 +277,7 @@ def test_sampled_selection_loss_estimates_the_exact_one(no_noise):
     batch = {name: value.repeat(2000, *[1] * (value.dim() - 1)) for name, value in make_batch().items()}
     gradients = []
     for agent in (exact, sampled):
-        loss, _ = agent.selection_loss(batch, logits_of(agent, batch))
+        loss, _ = agent.selection_loss(batch)
         gradients.append(torch.autograd.grad(loss, agent.selection.fc3.weight)[0])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=2e-3)
 
@@ -374,7 +374,7 @@ def test_rows_without_a_previous_action_do_not_teach_selection():
         torch.manual_seed(3)
         agent.log_alpha_selection.data.fill_(0.7)
         loss, _ = agent.policy_loss(batch, logits_of(agent, batch))
-        selection, _ = agent.selection_loss(batch, logits_of(agent, batch))
+        selection, _ = agent.selection_loss(batch)
         losses.append((loss.item(), selection.item()))
     assert losses[0] == losses[1]
 
@@ -396,7 +396,7 @@ def test_policy_update_leaves_the_critics_alone_and_the_other_way_round():
     assert all(p.grad is None for p in [*agent.critic_parameters, *agent.selection.parameters()])
     assert all(p.grad is not None for p in agent.policy.parameters())
     agent.zero_grad()
-    agent.selection_loss(batch, logits_of(agent, batch))[0].backward()
+    agent.selection_loss(batch)[0].backward()
     assert all(p.grad is None for p in [*agent.critic_parameters, *agent.policy.parameters()])
     assert agent.log_alpha_selection.grad is None
 
@@ -478,9 +478,9 @@ def test_many_samples_per_state_share_the_first_layer_without_changing_the_resul
 
 def test_exact_objective_in_chunks_equals_one_pass(no_noise, monkeypatch):
     agent, batch = make_agent(act_dim=4, selection_objective="exact"), make_batch(act_dim=4)
-    whole = agent.selection_loss(batch, logits_of(agent, batch))[0]
+    whole = agent.selection_loss(batch)[0]
     monkeypatch.setattr(sdar, "SCHEMAS_AT_ONCE", 3)
-    torch.testing.assert_close(agent.selection_loss(batch, logits_of(agent, batch))[0], whole)
+    torch.testing.assert_close(agent.selection_loss(batch)[0], whole)
 
 
 def test_exact_refuses_too_many_dimensions():

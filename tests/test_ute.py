@@ -300,13 +300,13 @@ def test_torso_gradients_are_scaled_and_all_are_clamped(scale):
     plain.zero_grad()
     plain.skip_loss(batches["skips"])[0].backward()
 
-    fresh_loss = agent.skip_loss
+    fresh_gradients = agent.skip_gradients
 
     def seeded(batch):
         torch.manual_seed(5)
-        return fresh_loss(batch)
+        return fresh_gradients(batch)
 
-    agent.skip_loss = seeded
+    agent.skip_gradients = seeded
     agent.update(batches, 1)
     clamped = 0
     for name, p in plain.skip.named_parameters():
