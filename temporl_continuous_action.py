@@ -571,10 +571,10 @@ def compiled(function: Callable, name: str, device: torch.device) -> Callable:
     """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
     torch._dynamo.config.trace_autograd_ops = True  # loss and gradient in one piece: nothing to keep in between
     if device.type == "cuda":
-        fast = torch.compile(function, mode="reduce-overhead")
+        fast = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
         check_compiler()
-        fast = torch.compile(function, options={"fallback_random": True, "cpp_wrapper": True})
+        fast = torch.compile(function, fullgraph=True, options={"fallback_random": True, "cpp_wrapper": True})
     ready = False
 
     def call(*inputs: Any) -> Any:
