@@ -569,19 +569,21 @@ def check_compiler() -> None:
 
 def compiled(function: Callable, name: str, device: torch.device) -> Callable:
     """torch.compile works at the first call, which says how long it took; later runs find its work in a cache."""
-    torch._dynamo.config.trace_autograd_ops = True  # loss and gradient in one piece: nothing to keep in between
     if device.type == "cuda":
-        fast = torch.compile(function, fullgraph=True, mode="reduce-overhead")
+        settings = {"mode": "reduce-overhead"}
     else:  # the eager generator is the faster one, and draws what the run would draw without --compile
+        settings = {"options": {"fallback_random": True, "cpp_wrapper": True}}
+    if device.type == "cpu":
         check_compiler()
-        fast = torch.compile(function, fullgraph=True, options={"fallback_random": True, "cpp_wrapper": True})
-    ready = False
+    fast = None
 
     def call(*inputs: Any) -> Any:
-        nonlocal ready
-        if ready:
+        nonlocal fast
+        if fast is not None:
             return fast(*inputs)
-        began, ready = time.monotonic(), True
+        began = time.monotonic()
+        torch._dynamo.config.trace_autograd_ops = True  # loss and gradient in one piece: nothing to keep in between
+        fast = torch.compile(function, fullgraph=True, **settings)
         outputs = fast(*inputs)
         say(f"compiled {name} in {time.monotonic() - began:.0f} s")
         return outputs

@@ -216,6 +216,12 @@ def test_compile_without_a_compiler_is_refused_before_anything_is_made(script, t
 
 
 @shared_code
+def test_a_compiled_run_can_be_looked_at_without_a_compiler(script, monkeypatch):
+    monkeypatch.setattr(script, "check_compiler", lambda: pytest.fail("nothing needs one"))
+    script.Agent(3, 2, script.Args(compile=True), torch.device("meta"))  # as load_agent does
+
+
+@shared_code
 def test_errors_are_one_line_and_an_exit_status(script):
     done = run(script, expect=1, env_id="CartPole-v1", cuda=False)
     assert re.fullmatch(r"error: [^\n]+\n", done.stderr)
