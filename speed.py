@@ -426,6 +426,7 @@ GROWTH = {
     "|A|": (1, 2, 3, 4, 6, 8, 12, 17),
     "hidden_dim": (64, 128, 256, 512),
 }
+COLOURS = {"SDAR sampled": "C0", "SDAR exact": "C1", "SAC": "C2"}
 
 
 def growth(settings: Growth) -> None:
@@ -454,7 +455,7 @@ def growth(settings: Growth) -> None:
         ]
         for name in names:
             line = {value: speed for (value, other), speed in speeds.items() if other == name}
-            panel.plot(line.keys(), line.values(), "o-", label=name, markersize=4)
+            panel.plot(line.keys(), line.values(), "o-", color=COLOURS[name], label=name, markersize=4)
         panel.set(xlabel=axis, ylabel="steps/s", ylim=(0, None))
         panel.legend(frameon=False)
     save_plot(panels[0], settings)
