@@ -422,7 +422,7 @@ def choose(runs: list[Run], max_steps: int | None) -> tuple[list[Task], list[str
         for algorithm, own in seeds.items():
             if own != everyone:
                 missing = ", ".join(map(str, sorted(everyone - own)))
-                notes.append(f"{name}, {algorithm}: {len(own)} seeds, without {missing}")
+                notes.append(f"{name}, {algorithm}: {plural(len(own), 'seed')}, without {missing}")
         tasks.append(Task(name, steps, groups, others))
     return tasks, notes
 
