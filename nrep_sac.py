@@ -143,6 +143,9 @@ def parse_args(args_class: type) -> Any:
 class Args(CommonArgs):
     repeat: int = 4
     """n, how many steps each decision is executed for; the last one of an episode ends with it"""
+    update_per_decision: bool = False
+    """update once per decision instead of once per environment step: n times fewer updates, as of SAC on a task that
+    repeats actions by itself"""
 
     policy_lr: float = 3e-4
     """learning rate of the actor"""
@@ -1370,7 +1373,8 @@ def train(args: Args) -> Path:
             action, episode.memory = agent.act(obs, episode.memory, mode)
             next_obs, reward, terminated = episode.step(action)
             episode.segment.append((torch.from_numpy(obs), reward))
-            if episode.memory["left"] == 0 or episode.over:  # the decision has ended: it becomes a row
+            decision_ended = episode.memory["left"] == 0 or episode.over
+            if decision_ended:  # it becomes a row
                 states, rewards = zip(*episode.segment, strict=True)
                 buffer.add(
                     obs=states[0].numpy(),
@@ -1381,8 +1385,12 @@ def train(args: Args) -> Path:
                     terminated=terminated,
                 )
                 episode.segment = []
-            if step > args.learning_starts and len(buffer) > 0:
-                run.record(agent.update(buffer.sample(args.batch_size, device), step))
+            if args.update_per_decision:
+                is_due, count = decision_ended, buffer.added
+            else:
+                is_due, count = len(buffer) > 0, step
+            if step > args.learning_starts and is_due:
+                run.record(agent.update(buffer.sample(args.batch_size, device), count))
             if episode.over:
                 run.log_episode()
                 episode.begin()

@@ -176,6 +176,16 @@ def test_one_update_per_step_once_there_is_a_row(tmp_path, updates, repeat, lear
     assert updates == list(range(max(repeat, learning_starts + 1), 21))
 
 
+@pytest.mark.parametrize("learning_starts", [0, 4, 10, 15])
+def test_one_update_per_decision_if_asked(tmp_path, rows, updates, learning_starts):
+    """Counted by decisions, so that the actor's turn comes at every second one."""
+    options = {"repeat": 4, "learning_starts": learning_starts, "update_per_decision": True}
+    train(tmp_path, env_id="Noise10-v0", total_timesteps=25, **options)
+    ends = [4, 8, 10, 14, 18, 20, 24]  # episodes have 10 steps
+    assert len(rows) == len(ends)
+    assert updates == [decision for decision, end in enumerate(ends, 1) if end > learning_starts]
+
+
 def test_a_run_shorter_than_a_decision_ends_well(tmp_path, updates):
     train(tmp_path, env_id="Noise10-v0", repeat=9, total_timesteps=5, learning_starts=0)
     assert updates == []
