@@ -519,6 +519,17 @@ def test_rollout_acts_first_and_then_repeats_where_the_mask_says(mode, monkeypat
         previous = action
 
 
+def test_warm_up_without_repeats_is_uniform_and_only_the_warm_up_is():
+    agent, obs = make_agent(act_dim=5, warmup_repeats=False), np.ones(OBS, np.float32)
+    memory = torch.full((5,), 0.5)
+    drawn = np.stack([agent.act(obs, memory, "random")[0] for _ in range(3000)])
+    assert (drawn != 0.5).all()
+    assert (np.abs(drawn.mean(0)) < 5 * math.sqrt(1 / 3 / 3000)).all()
+    assert (np.abs(drawn.var(0) - 1 / 3) < 0.03).all()  # a uniform one's on [-1, 1]
+    repeated = np.stack([agent.act(obs, memory, "sample")[0] == 0.5 for _ in range(200)]).mean(0)
+    assert (repeated > 0.2).all()  # an untrained β repeats about half of the time
+
+
 def test_greedy_is_deterministic_and_sampling_is_not():
     agent, obs = make_agent(), np.ones(OBS, np.float32)
     memory = torch.tensor([0.1, -0.2])
