@@ -157,6 +157,8 @@ class Args(CommonArgs):
     advantage_clip: bool = False
     """let the switch see no advantage Q(s, â) - Q(s, a⁻) below 0, so that it acts with probability 0.5 at least; the
     authors do so on locomotion tasks, and not on simple control"""
+    warmup_repeats: bool = True
+    """repeat at random, half of the time, during the random warm-up, as the authors do; off, it always acts there"""
 
 
 # β's target entropy: that of a 95/5 split, as in the authors' settings; 0.1985 nats.
@@ -671,7 +673,7 @@ class Agent(nn.Module):
         """The action for one observation. `memory` is what the last call returned, None at an episode's start.
 
         mode: "sample" (both stages stochastic), "greedy" (â = tanh(mean), b = 1 where β(act) > 0.5) or "random"
-        (warm-up: b a fair coin, â uniform).
+        (warm-up: b a fair coin or, without warmup_repeats, 1; â uniform).
         """
         state = torch.from_numpy(obs).to(self.device)
         prev_action = torch.zeros(self.act_dim, device=self.device) if memory is None else memory
@@ -684,7 +686,8 @@ class Agent(nn.Module):
             logit = self.selection_logits(*choice_values((self.q1, self.q2), state, prev_action, candidate))
         act_mask = logit > 0 if mode == "greedy" else sample_act_mask(logit)
         # The authors' first step may repeat a zero action; here there is nothing to repeat, it acts.
-        action = candidate if memory is None else torch.where(act_mask, candidate, prev_action)
+        acts = memory is None or (mode == "random" and not self.args.warmup_repeats)
+        action = candidate if acts else torch.where(act_mask, candidate, prev_action)
         return action.cpu().numpy(), action
 
     def update(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:

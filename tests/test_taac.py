@@ -530,8 +530,9 @@ def test_rollout_acts_first_and_then_acts_or_repeats_as_a_whole(mode):
     assert 0.1 < np.mean(acted) < 0.9
 
 
-def test_warm_up_flips_a_fair_coin_and_draws_uniformly_whatever_the_critics_say():
-    agent = make_agent()
+@pytest.mark.parametrize("warmup_repeats", [True, False])
+def test_warm_up_flips_a_fair_coin_and_draws_uniformly_whatever_the_critics_say(warmup_repeats):
+    agent = make_agent(warmup_repeats=warmup_repeats)
     with torch.no_grad():
         for q in (agent.q1, agent.q2):
             q.fc3.weight.mul_(1e4)
@@ -539,7 +540,10 @@ def test_warm_up_flips_a_fair_coin_and_draws_uniformly_whatever_the_critics_say(
     memory = torch.full((ACT,), 0.25)
     actions = np.stack([agent.act(np.zeros(OBS, np.float32), memory, "random")[0] for _ in range(4000)])
     repeats = (actions == 0.25).all(1)
-    assert abs(repeats.mean() - 0.5) < 5 * 0.5 / math.sqrt(4000)
+    if warmup_repeats:
+        assert abs(repeats.mean() - 0.5) < 5 * 0.5 / math.sqrt(4000)
+    else:
+        assert not repeats.any()
     quarters = np.histogram(actions[~repeats], bins=4, range=(-1, 1))[0] / actions[~repeats].size
     np.testing.assert_allclose(quarters, 0.25, atol=0.04)
 
