@@ -167,8 +167,9 @@ class Args(CommonArgs):
     far less variance; off gives the plain Eq. 9"""
     selection_entropy_scale: float = 0.5
     """λ: β's target entropy is λ·|A|·log 2 (the paper uses 0.4 to 0.6, by task)"""
-    warmup_repeats: bool = True
-    """draw the act-or-repeat bits from β during the random warm-up too; off, every dimension acts there"""
+    warmup_repeats: bool = False
+    """draw the act-or-repeat bits from β during the random warm-up too, which repeats half of them; off, every
+    dimension acts there, as in SAC's warm-up"""
     mask_repeated_logprob: bool = False
     """sum log π over the acting dimensions only instead of all"""
     entropy_in_target: bool = False
@@ -692,7 +693,7 @@ class Agent(nn.Module):
         """The action for one observation. `memory` is what the last call returned, None at an episode's start.
 
         mode: "sample" (both policies stochastic), "greedy" (b_i = 1 where β_i > 0.5, â = tanh(mean)) or "random"
-        (warm-up: b ~ β or, without warmup_repeats, all act; â uniform).
+        (warm-up: â uniform; all act or, with warmup_repeats, b ~ β).
         """
         state = torch.from_numpy(obs).to(self.device)
         if memory is None or (mode == "random" and not self.args.warmup_repeats):  # every dimension acts

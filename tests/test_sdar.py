@@ -495,7 +495,7 @@ def test_exact_refuses_too_many_dimensions():
 
 @pytest.mark.parametrize("mode", ["random", "sample", "greedy"])
 def test_rollout_acts_first_and_then_repeats_where_the_mask_says(mode, monkeypatch):
-    agent = make_agent(act_dim=5)
+    agent = make_agent(act_dim=5, warmup_repeats=True)
     masks = []
 
     def recorded(logits, *samples):
@@ -520,7 +520,7 @@ def test_rollout_acts_first_and_then_repeats_where_the_mask_says(mode, monkeypat
 
 
 def test_warm_up_without_repeats_is_uniform_and_only_the_warm_up_is():
-    agent, obs = make_agent(act_dim=5, warmup_repeats=False), np.ones(OBS, np.float32)
+    agent, obs = make_agent(act_dim=5), np.ones(OBS, np.float32)
     memory = torch.full((5,), 0.5)
     drawn = np.stack([agent.act(obs, memory, "random")[0] for _ in range(3000)])
     assert (drawn != 0.5).all()
