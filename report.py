@@ -65,7 +65,10 @@ ALGORITHMS = {  # in the paper's order
 COLOURS = dict(
     zip(ALGORITHMS.values(), ("#555555", "#2a9d4e", "#9467bd", "#c98a1b", "#1f77b4", "#d62728"), strict=True)
 )
-MORE_COLOURS = ("#e377c2", "#17becf", "#8c564b", "#bcbd22", "#000000", "#7f9fd6", "#f4a3a3", "#6b8e23")
+MORE_COLOURS = (
+    *("#e377c2", "#17becf", "#8c564b", "#bcbd22", "#000000", "#7f9fd6", "#f4a3a3", "#6b8e23"),
+    *("#ff7f0e", "#00008b", "#98df8a", "#7b3294", "#c7a17a", "#008080", "#ff00ff", "#b0b0b0"),
+)
 CATEGORIES = {
     "classic": ("MountainCarContinuous", "LunarLanderContinuous", "BipedalWalker"),
     "locomotion": ("HalfCheetah", "Humanoid", "Walker2d", "Hopper", "Ant"),
@@ -1011,11 +1014,14 @@ def grid(count: int, width: float = 3.1, height: float = 2.4) -> tuple[Any, list
 
 
 def shared_legend(figure: Any, axes: list[Any]) -> None:
+    """One legend above all axes, in as many columns as its width allows."""
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     ordered = sorted(handles, key=rank)
-    figure.legend(
-        [handles[t] for t in ordered], ordered, loc="outside upper center", ncols=min(6, max(1, len(ordered)))
-    )
+    for columns in range(min(6, len(ordered)), 0, -1):
+        legend = figure.legend([handles[t] for t in ordered], ordered, loc="outside upper center", ncols=columns)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
 
 
 def draw_curves(axis: Any, task: Task, colours: dict[str, str], count_seeds: bool) -> None:

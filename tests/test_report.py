@@ -182,6 +182,25 @@ def test_curve_is_the_mean_with_standard_errors(study):
     report.plt.close(figure)
 
 
+def test_many_long_names_fit_into_the_shared_legend_and_keep_colours_apart():
+    names = ["SDAR", *(f"SDAR with a rather long label {k:02}" for k in range(14))]
+    colours = report.palette(names)
+    assert len(set(colours.values()) | set(report.COLOURS.values())) == 14 + len(report.COLOURS)
+    figure, axes = report.grid(3)
+    for name in names:
+        axes[0].plot([0, 1], [0, 1], label=name, color=colours[name])
+    report.shared_legend(figure, axes)
+    (legend,) = figure.legends
+    figure.canvas.draw()
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert (
+        len({round(text.get_window_extent().x0) for text in legend.get_texts()}) > 1
+    )  # and no narrower than it must be
+
+
 def test_tables_are_there_in_three_formats(study):
     for name in ("table1_auc", "auc_by_task", "table2_return", "table3_dimensions", "time_cost", "aggregates", "runs"):
         assert (study / "tables" / f"{name}.csv").stat().st_size > 0
