@@ -1,5 +1,6 @@
-"""Common ground of the tests: the scripts as modules, small runs, and one thread per process."""
+"""Common ground of the tests: the scripts as modules, small runs, and one thread per process unless told otherwise."""
 
+import csv
 import importlib
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start, too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job would ignore
 
 SCRIPTS = [
@@ -39,8 +40,10 @@ def script(request) -> ModuleType:
     return load(request.param)
 
 
-# For tests of code that is byte for byte the same in every script: one of them speaks for all.
-shared_code = pytest.mark.parametrize("script", SCRIPTS[:1], indirect=True, ids=["any script"])
+def train(script: ModuleType, path: Path, **values) -> Path:
+    """A tiny run in this process."""
+    defaults = {**TINY, "total_timesteps": 60, "eval_every": 0, "runs_dir": str(path), "run_name": "run"}
+    return script.train(script.Args(**{**defaults, **values}))
 
 
 def options(**values) -> list[str]:
@@ -66,6 +69,12 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Every scalar of a run's event files, nothing hidden: a point that was logged twice is there twice."""
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def evaluations(directory: Path) -> list[dict[str, float]]:
+    """The rows of a run's evaluations.csv."""
+    with open(directory / "evaluations.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Small tasks for the tests, reached as `--env-id tests.tasks:NAME`."""
 
+import time
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -72,21 +73,18 @@ class Shapes(gym.Env):
         return self.np_random.random((2, 3)), float(action.sum()), False, False, {}
 
 
-class Restless(gym.Env):
-    """Not deterministic: its state outlives a reset."""
-
-    def __init__(self, render_mode: str | None = None):
-        self.action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-        self.count = int.from_bytes(__import__("os").urandom(2), "big")
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        return self.step(None)[0], {}
-
+class Slow(HoldAndTrack):
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self.count += 1
-        return np.array([self.count], np.float32), 0.0, False, False, {}
+        time.sleep(1)
+        return super().step(action)
+
+
+class Texts(Shapes):
+    """Observations that no network reads."""
+
+    def __init__(self):
+        super().__init__(gym.spaces.Box(-1, 1, (1,)))
+        self.observation_space = gym.spaces.Text(5)
 
 
 for name, entry, limit, kwargs in [
@@ -94,9 +92,10 @@ for name, entry, limit, kwargs in [
     ("Ending-v0", Scripted, 100, {"ends_at": 5}),
     ("BadReward-v0", Scripted, 100, {"bad_reward_at": 30}),
     ("HoldAndTrack-v0", HoldAndTrack, 50, {}),
+    ("Rounds-v0", HoldAndTrack, 30, {}),
+    ("Slow-v0", Slow, 1000, {}),
     ("Shapes-v0", Shapes, 10, {}),
-    ("Discrete-v0", Shapes, 10, {"action_space": gym.spaces.Discrete(3)}),
     ("Unbounded-v0", Shapes, 10, {"action_space": gym.spaces.Box(-np.inf, np.inf, (2,))}),
-    ("Restless-v0", Restless, 20, {}),
+    ("Texts-v0", Texts, 10, {}),
 ]:
     gym.register(name, entry, max_episode_steps=limit, kwargs=kwargs)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import sdar_continuous_action as sdar
-from tests.conftest import TINY
+from sdar_utils.noise import EpisodesNoise, Noise
+from tests.conftest import TINY, train
 
 OBS, ACT, BATCH = 3, 2, 6
 
@@ -42,11 +43,6 @@ def make_batch(seed=0, obs_dim=OBS, act_dim=ACT, batch=BATCH, dtype=torch.float3
         "first": first,
     }
     return {name: value.to(device, dtype) for name, value in rows.items()}
-
-
-def logits_of(agent, batch):
-    """β's logits, which an update computes once for all of its losses."""
-    return agent.selection(batch["obs"], batch["prev_actions"])
 
 
 # Plain numpy networks, written from the text: (s, a) -> ReLU -> ReLU -> out.
@@ -247,7 +243,6 @@ def test_baseline_is_the_mean_of_the_others():
 def test_exact_selection_loss_against_brute_force(no_noise, mask_repeated):
     """The whole of Eq. 8, networks included, in float64, row by row and schema by schema."""
     agent = make_agent(mask_repeated_logprob=mask_repeated).double()
-    agent.frozen_critics = (agent.q1, agent.q2)
     with torch.no_grad():
         agent.log_alpha_selection.fill_(-0.3)
         agent.log_alpha_action.fill_(0.4)
@@ -319,11 +314,10 @@ def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy):
 def test_policy_loss_against_brute_force(no_noise, monkeypatch):
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
     agent = make_agent().double()
-    agent.frozen_critics = (agent.q1, agent.q2)
     with torch.no_grad():
         agent.log_alpha_action.fill_(0.4)
     batch = make_batch(dtype=torch.float64)
-    loss, metrics = agent.policy_loss(batch, logits_of(agent, batch))
+    loss, metrics = agent.policy_loss(batch)
     terms, entropies_action, entropies_selection = [], [], []
     for i in range(BATCH):
         obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
@@ -373,7 +367,7 @@ def test_rows_without_a_previous_action_do_not_teach_selection():
         batch["prev_actions"][batch["first"].bool()] = filler
         torch.manual_seed(3)
         agent.log_alpha_selection.data.fill_(0.7)
-        loss, _ = agent.policy_loss(batch, logits_of(agent, batch))
+        loss, _ = agent.policy_loss(batch)
         selection, _ = agent.selection_loss(batch)
         losses.append((loss.item(), selection.item()))
     assert losses[0] == losses[1]
@@ -384,30 +378,26 @@ def test_first_rows_act_in_every_dimension():
     agent.selection.fc3.bias.data.fill_(-30)  # β repeats everything that it may
     seen = []
     agent.policy.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1].clone()))
-    agent.policy_loss(batch, logits_of(agent, batch))
+    agent.policy_loss(batch)
     first = batch["first"].bool()
     assert (seen[0][first] == -2).all()
     assert torch.equal(seen[0][~first], batch["prev_actions"][~first])
 
 
-def test_policy_update_leaves_the_critics_alone_and_the_other_way_round():
+def test_each_update_moves_its_own_parameters():
     agent, batch = make_agent(), make_batch()
-    agent.policy_loss(batch, logits_of(agent, batch))[0].backward()
-    assert all(p.grad is None for p in [*agent.critic_parameters, *agent.selection.parameters()])
-    assert all(p.grad is not None for p in agent.policy.parameters())
-    agent.zero_grad()
-    agent.selection_loss(batch)[0].backward()
-    assert all(p.grad is None for p in [*agent.critic_parameters, *agent.policy.parameters()])
-    assert agent.log_alpha_selection.grad is None
-
-
-def test_frozen_critics_follow_the_online_ones():
-    agent, batch = make_agent(), make_batch()
-    for step in (1, 2):
-        agent.update(batch, step)
-    for view, online in zip(agent.frozen_critics, (agent.q1, agent.q2), strict=True):
-        for a, b in zip(view.parameters(), online.parameters(), strict=True):
-            assert torch.equal(a, b)
+    parts = {
+        agent.update_critics: {"q1", "q2"},
+        agent.update_policy: {"policy", "log_alpha_selection", "log_alpha_action"},
+        agent.update_selection: {"selection"},
+    }
+    for update, expected in parts.items():
+        before = {name: value.clone() for name, value in agent.state_dict().items()}
+        update(batch)
+        moved = {
+            name.split(".")[0] for name, value in agent.state_dict().items() if not torch.equal(value, before[name])
+        }
+        assert moved == expected
 
 
 @pytest.mark.parametrize("compensate", [True, False])
@@ -493,58 +483,87 @@ def test_exact_refuses_too_many_dimensions():
     assert make_agent(act_dim=17, selection="joint").exact
 
 
-@pytest.mark.parametrize("mode", ["random", "sample", "greedy"])
-def test_rollout_acts_first_and_then_repeats_where_the_mask_says(mode, monkeypatch):
-    agent = make_agent(act_dim=5, warmup_repeats=True)
-    masks = []
+NOISE = Noise(torch.device("cpu"))
+GREEDY = EpisodesNoise([None], torch.device("cpu"))
 
-    def recorded(logits, *samples):
+
+@pytest.mark.parametrize("mode", ["warm-up", "stochastic", "greedy"])
+def test_rollout_acts_first_and_then_repeats_where_the_bits_say(mode, monkeypatch):
+    agent, masks = make_agent(act_dim=5), []
+
+    def recorded(logits, noise):
         masks.append(torch.rand_like(logits) < 0.5)
         return masks[-1]
 
-    monkeypatch.setattr(sdar, "sample_act_mask", recorded)
-    previous, memory = None, None
+    monkeypatch.setattr(sdar, "draw_act_mask", recorded)
+    previous = None
     for t in range(50):
         obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
-        action, memory = agent.act(obs, memory, mode)
+        if mode == "warm-up":
+            action = agent.random_action(obs, previous, NOISE)
+        elif mode == "stochastic":
+            action, steps = agent.act(obs, previous, NOISE, recorded)
+            assert steps == 1
+        else:
+            batch = None if previous is None else previous[None]
+            ((action,), _) = agent.act(obs[None], batch, GREEDY, recorded)
         assert (np.abs(action) <= 1).all()
         if t == 0:
             assert not masks
             assert (action != 0).all()
         else:
-            if mode == "greedy":
-                logits = agent.selection(torch.from_numpy(obs), torch.from_numpy(previous))
-                masks.append(logits > 0)
-            np.testing.assert_array_equal(action != previous, masks[-1].numpy())
+            np.testing.assert_array_equal(action != previous, masks[-1].numpy().reshape(-1))
         previous = action
 
 
-def test_warm_up_without_repeats_is_uniform_and_only_the_warm_up_is():
+def test_the_warm_up_is_uniform():
     agent, obs = make_agent(act_dim=5), np.ones(OBS, np.float32)
-    memory = torch.full((5,), 0.5)
-    drawn = np.stack([agent.act(obs, memory, "random")[0] for _ in range(3000)])
-    assert (drawn != 0.5).all()
+    drawn = np.stack([agent.random_action(obs, None, NOISE) for _ in range(3000)])
     assert (np.abs(drawn.mean(0)) < 5 * math.sqrt(1 / 3 / 3000)).all()
     assert (np.abs(drawn.var(0) - 1 / 3) < 0.03).all()  # a uniform one's on [-1, 1]
-    repeated = np.stack([agent.act(obs, memory, "sample")[0] == 0.5 for _ in range(200)]).mean(0)
-    assert (repeated > 0.2).all()  # an untrained β repeats about half of the time
+    held = np.full(5, 0.5, np.float32)
+    repeated = np.stack([agent.random_action(obs, held, NOISE) == 0.5 for _ in range(200)]).mean(0)
+    assert ((repeated > 0.2) & (repeated < 0.8)).all()  # an untrained β repeats about half of the time
 
 
-def test_greedy_is_deterministic_and_sampling_is_not():
-    agent, obs = make_agent(), np.ones(OBS, np.float32)
-    memory = torch.tensor([0.1, -0.2])
-    greedy = [agent.act(obs, memory, "greedy")[0] for _ in range(5)]
-    assert all(np.array_equal(greedy[0], a) for a in greedy)
-    assert len({agent.act(obs, memory, "sample")[0].tobytes() for _ in range(20)}) > 1
+@pytest.mark.parametrize("repeats", [False, True])
+def test_the_warm_up_repeats_if_asked_to(repeats, tmp_path):
+    """Steps 2 to 40 of an episode of 50: no number is drawn twice by chance."""
+    rows, add = [], sdar.ReplayBuffer.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdar.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
+        train(sdar, tmp_path, env_id="tests.tasks:HoldAndTrack-v0", total_timesteps=45, warmup_repeats=repeats)
+    repeated = np.array([row["actions"] == row["prev_actions"] for row in rows[1:40]])
+    assert repeated.any() == repeats
+    assert [row["first"] for row in rows] == [True] + [False] * 44
+
+
+def test_stochastic_bits_have_their_probability_and_greedy_ones_the_likelier_value():
+    logits = torch.tensor([-2.0, -0.01, 0.01, 3.0])
+    torch.manual_seed(0)
+    drawn = torch.stack([sdar.draw_act_mask(logits, NOISE) for _ in range(20_000)]).float().mean(0)
+    expected = torch.sigmoid(logits)
+    assert ((drawn - expected).abs() < 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
+    assert sdar.draw_act_mask(logits[None], GREEDY).tolist() == [[False, False, True, True]]
+
+
+def test_greedy_is_the_mean_and_sampling_is_not():
+    agent, obs, previous = make_agent(), np.ones((1, OBS), np.float32), np.array([[0.1, -0.2]], np.float32)
+    state, prev = torch.from_numpy(obs), torch.from_numpy(previous)
+    with torch.no_grad():
+        mask = agent.selection(state, prev) > 0
+        mean, _ = agent.policy(state, torch.where(mask, -2.0, prev))
+        expected = torch.where(mask, torch.tanh(mean), prev)
+    np.testing.assert_array_equal(agent.act(obs, previous, GREEDY)[0], expected.numpy())
+    assert len({agent.act(obs[0], previous[0], NOISE)[0].tobytes() for _ in range(20)}) > 1
 
 
 def test_joint_selection_decides_for_all_dimensions_together():
     agent = make_agent(act_dim=5, selection="joint")
     assert agent.target_entropy_selection == pytest.approx(0.5 * math.log(2))
-    memory, changes = None, []
-    previous = None
+    previous, changes = None, []
     for t in range(100):
-        action, memory = agent.act(np.full(OBS, t / 50, np.float32), memory, "sample")
+        action, _ = agent.act(np.full(OBS, t / 50, np.float32), previous, NOISE)
         if previous is not None:
             changes.append((action != previous).mean())
         previous = action
