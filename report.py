@@ -7,7 +7,6 @@ import base64
 import collections
 import csv
 import dataclasses
-import hashlib
 import html
 import itertools
 import json
@@ -17,51 +16,45 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import matplotlib
 import numpy as np
 import tyro
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
 from tqdm import tqdm
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
+from sdar_utils import ALGORITHMS, fail, one_line
+from sdar_utils.envs import EVALUATION, derived_seed, dimension_names, make_env
+from sdar_utils.options import RunArgs, require
+from sdar_utils.tables import markdown
+
 
 @dataclass
 class Args:
-    runs_dirs: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """folders with run directories, at any depth"""
+    paths: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """folders with run directories, at any depth, and evaluations.csv of earlier reports; all go into one report"""
     from_csv: tuple[Path, ...] = ()
-    """read these evaluations.csv of earlier reports instead of, or beside, run directories"""
+    """more evaluations.csv of earlier reports; the same as naming them without this option"""
     out: Path = Path("report")
     """the folder the report is written to; an earlier report there is replaced"""
     max_steps: int | None = None
-    """look at the first so many steps of each run only"""
+    """look at the first so many steps of each run only (None: at all)"""
     dimensions_task: str | None = None
-    """the task of the table by action dimension (default: Walker2d, as in the paper, else the one that has most)"""
+    """the task of the table by action dimension (None: Walker2d, as in the paper, else the one that has most)"""
     random_episodes: int = 30
     """episodes of the uniformly random policy that is the zero of normalised scores, measured once per task"""
     bootstrap: int = 2000
     """resamples of the bootstrap intervals"""
-    workers: int = os.cpu_count() or 1
-    """processes that read logs"""
 
 
-ALGORITHMS = {  # in the paper's order
-    "sac_continuous_action": "SAC",
-    "nrep_sac": "N-Rep",
-    "temporl_continuous_action": "TempoRL",
-    "ute_continuous_action": "UTE",
-    "taac_continuous_action": "TAAC",
-    "sdar_continuous_action": "SDAR",
-}
 COLOURS = dict(
     zip(ALGORITHMS.values(), ("#555555", "#2a9d4e", "#9467bd", "#c98a1b", "#1f77b4", "#d62728"), strict=True)
 )
@@ -122,27 +115,19 @@ def papers_rows(table: str, key: str, first: list[str], algorithms: list[str]) -
     return []
 
 
-def fail(message: str) -> NoReturn:
-    raise SystemExit(f"error: {message}")
-
-
 def base_name(task: str) -> str:
     """Walker2d for Walker2d-v4: versions of a task share the paper's row."""
     return re.sub(r"-v\d+$", "", task)
 
 
-# Reading runs.
+# Reading runs. What a reader should know about them is added to `notes`.
 
-TAGS = {
-    "charts/seconds": "seconds",
-    **{f"eval/{name}": name for name in ("return", "return_stochastic", "length", "apr", "afr", "afr_per_dim")},
-}
-METRICS = tuple(TAGS.values())
-NOT_SETTINGS = {  # options that do not make two runs different experiments
-    *("exp_name", "env_id", "seed", "run_name", "runs_dir", "resume", "total_timesteps", "torch_deterministic", "cuda"),
-    *("track", "wandb_project_name", "wandb_entity", "capture_video", "eval_every", "eval_episodes"),
-    *("checkpoint_every", "compile", "buffer_device"),
-}
+NEEDED = ("step", "seconds", "return")  # columns of every evaluation; the others may be missing in older data
+RATES = {"": "APR / AFR", "_stochastic": "stochastic APR / AFR"}  # by the ending of the columns that have them
+MEASURES = ("return", "length", "decisions_per_step", "apr", "afr", "afr_per_dim")
+METRICS = ("seconds", *(f"{name}{ending}" for name in MEASURES for ending in RATES))
+# Options that do not make two runs different experiments.
+NOT_SETTINGS = {"env_id", "total_timesteps", *(option.name for option in dataclasses.fields(RunArgs))}
 
 
 @dataclass
@@ -152,30 +137,32 @@ class Run:
     algorithm: str
     seed: int
     budget: int  # total_timesteps
-    points: dict[str, np.ndarray]  # "step" and a column for each metric, an entry per evaluation
+    points: dict[str, np.ndarray]  # the columns of evaluations.csv, an entry per evaluation
     settings: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     damage: str = ""
 
     @property
-    def dimensions(self) -> list[str]:
-        return [name for name in self.points if name.startswith("apr_dim_")]
+    def dimensions(self) -> int:
+        return sum(re.fullmatch(r"apr_dim_\d+", name) is not None for name in self.points)
 
     @property
     def last_step(self) -> int:
         return int(self.points["step"][-1]) if len(self.points["step"]) else 0
+
+    def last(self, metric: str) -> float:
+        column = self.points.get(metric, ())
+        return float(column[-1]) if len(column) else math.nan
 
     def cut(self, steps: int) -> "Run":
         keep = self.points["step"] <= steps
         return dataclasses.replace(self, points={name: column[keep] for name, column in self.points.items()})
 
 
-def find_runs(roots: Iterable[Path]) -> tuple[list[Path], list[str]]:
-    """Run directories (those with an args.json) below the roots, and notes on what looks like one but is not."""
-    found, notes = set(), []
+def find_runs(roots: Iterable[Path], notes: list[str]) -> list[Path]:
+    """Run directories (those with an args.json) below the roots."""
+    found = set()
     for root in roots:
-        if not root.is_dir():
-            fail(f"{root} is not a directory; name the folder that holds the runs (--runs-dir of the scripts)")
         for folder, subfolders, files in os.walk(root):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))  # hidden: half made
             if "args.json" in files:
@@ -183,63 +170,58 @@ def find_runs(roots: Iterable[Path]) -> tuple[list[Path], list[str]]:
                 subfolders.clear()
             elif any(name.startswith("events.") for name in files):
                 notes.append(f"{folder} has logs but no args.json, so it is not a run of these scripts: left out")
-    return sorted(found), notes
+    return sorted(found)
 
 
-def read_events(directory: Path) -> tuple[dict[str, list[float]], str]:
-    """The evaluations in a run's event files, a column for each metric, and what is wrong with the files."""
-    rows: dict[int, dict[str, float]] = collections.defaultdict(dict)
-    damage = ""
-    for path in sorted(directory.glob("events.*")):
-        size, understood = path.stat().st_size, 0
-        for record in RawEventFileLoader(str(path)).Load():
-            understood += len(record) + 16  # a record's frame: its length and two checksums
-            if b"eval/" not in record and b"charts/seconds" not in record:
-                continue  # most are losses, and parsing is what takes time
-            event = Event.FromString(record)
-            for value in event.summary.value:
-                name = TAGS.get(value.tag) or (value.tag[5:] if value.tag.startswith("eval/apr_dim_") else None)
-                if name is not None:
-                    rows[event.step][name] = value.simple_value  # of a step logged twice, the later one counts
-        if understood < size:
-            damage = f"{path.name} is damaged or cut off at byte {understood:,} of {size:,}"
-    steps = sorted(step for step, row in rows.items() if "return" in row)
-    names = [*METRICS, *sorted({n for step in steps for n in rows[step] if n not in METRICS}, key=dimension_index)]
-    return {"step": steps, **{name: [rows[step].get(name, math.nan) for step in steps] for name in names}}, damage
+def read_runs(directories: list[Path], notes: list[str]) -> list[Run]:
+    runs = []
+    for directory in directories:
+        try:
+            runs.append(read_run(directory))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            notes.append(f"{directory.name}: args.json or evaluations.csv cannot be read ({reason}): left out")
+    name_variants(runs, notes)
+    return runs
 
 
-def dimension_index(column: str) -> int:
-    return int(column.rsplit("_", 1)[1])
+def read_run(directory: Path) -> Run:
+    about = json.loads((directory / "args.json").read_text())
+    script, options = str(about["script"]), about["args"]
+    points, damage = read_points(directory / "evaluations.csv")
+    return Run(
+        name=directory.name,
+        task=str(options["env_id"]),
+        algorithm=label(script, str(options.get("exp_name", script))),
+        seed=int(options["seed"]),
+        budget=int(options["total_timesteps"]),
+        points=points,
+        settings={name: value for name, value in options.items() if name not in NOT_SETTINGS},
+        about=about,
+        damage=damage,
+    )
 
 
-def read_run(directory: Path, cache: Path) -> dict[str, Any]:
-    """A run as plain data; its event files are read again only when they have changed."""
-    path = cache / f"{hashlib.sha256(str(directory).encode()).hexdigest()[:24]}.json"
-    stats = [(p.name, p.stat()) for p in sorted((directory / "args.json", *directory.glob("events.*")))]
-    fingerprint = [1, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)]
-    try:
-        stored = json.loads(path.read_text())
-        if stored["fingerprint"] == fingerprint:
-            return stored
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # never read before, or by a version that kept it otherwise
-    contents: dict[str, Any] = {"fingerprint": fingerprint, "directory": str(directory)}
-    try:
-        description = json.loads((directory / "args.json").read_text())
-        options = description["args"]
-        contents |= {
-            "script": description["script"],
-            "options": {**options, "env_id": str(options["env_id"]), "seed": int(options["seed"])},
-            "about": {name: description.get(name) for name in ("commit", "device", "threads", "python", "packages")},
-        }
-        contents["options"]["total_timesteps"] = int(options["total_timesteps"])
-        contents["points"], contents["damage"] = read_events(directory)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        contents["unreadable"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(contents))
-    os.replace(temporary, path)
-    return contents
+def read_points(path: Path) -> tuple[dict[str, np.ndarray], str]:
+    """A run's evaluations, and what is wrong with the file: a killed run may leave its last line cut off."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    *lines, unfinished = text.split("\n")  # a whole line ends with a newline
+    names = lines[0].split(",") if lines else []
+    damage = "evaluations.csv is damaged or cut off at line {}"
+    if not {*NEEDED} <= {*names}:
+        return {name: np.array([]) for name in NEEDED}, damage.format(1) if text else ""
+    rows: list[dict[str, float]] = []
+    for line in lines[1:]:
+        try:
+            row = dict(zip(names, map(float, line.split(",")), strict=True))
+        except ValueError:
+            break
+        if not row["step"] > (rows[-1]["step"] if rows else -1):
+            break
+        rows.append(row)
+    damaged = unfinished or len(rows) < len(lines) - 1
+    points = {name: np.array([row[name] for row in rows]) for name in names}
+    return points, damage.format(len(rows) + 2) if damaged else ""
 
 
 def label(script: str, exp_name: str) -> str:
@@ -250,55 +232,25 @@ def label(script: str, exp_name: str) -> str:
     return f"{short} {exp_name[len(script) + 1 :]}" if exp_name.startswith(f"{script}-") else exp_name
 
 
-def read_runs(directories: list[Path], cache: Path, workers: int) -> tuple[list[Run], list[str]]:
-    cache.mkdir(parents=True, exist_ok=True)
-    bar = {"total": len(directories), "desc": "reading logs", "unit": " runs", "disable": None}
-    if workers > 1 and len(directories) > 1:
-        with ProcessPoolExecutor(min(workers, len(directories))) as pool:
-            read = list(tqdm(pool.map(read_run, directories, itertools.repeat(cache)), **bar))
-    else:
-        read = [read_run(directory, cache) for directory in tqdm(directories, **bar)]
-    runs, notes = [], []
-    for directory, contents in zip(directories, read, strict=True):
-        if "unreadable" in contents:
-            notes.append(f"{directory.name}: args.json or logs cannot be read ({contents['unreadable']}): left out")
-            continue
-        options = contents["options"]
-        run = Run(
-            name=directory.name,
-            task=options["env_id"],
-            algorithm=label(contents["script"], options.get("exp_name", contents["script"])),
-            seed=options["seed"],
-            budget=options["total_timesteps"],
-            points={name: np.array(column) for name, column in contents["points"].items()},
-            settings={name: value for name, value in options.items() if name not in NOT_SETTINGS},
-            about=contents["about"],
-            damage=contents["damage"],
-        )
-        runs.append(run)
-    return runs, notes
-
-
-def name_variants(runs: list[Run]) -> list[str]:
+def name_variants(runs: list[Run], notes: list[str]) -> None:
     """Runs of one task and name whose settings differ are different algorithms.
 
     The setting of most runs keeps the name, the others' differences join theirs.
     """
-    notes = []
     for (task, algorithm), group in grouped(runs, lambda run: (run.task, run.algorithm)).items():
         names = sorted({name for run in group for name in run.settings})
         values = {name: {repr(run.settings[name]) for run in group if name in run.settings} for name in names}
-        differing = [name for name in names if len(values[name]) > 1]
-        variants = grouped(group, lambda run: tuple(repr(run.settings.get(name)) for name in differing))  # noqa: B023
-        usual = max(variants.values(), key=lambda same: (len(same), sum(run.last_step for run in same)))
-        for same in variants.values():
-            told = [f"{name.replace('_', '-')} {same[0].settings.get(name)}" for name in differing]
-            if same is usual and differing:
-                notes.append(f"{task}, {algorithm}: settings differ; without a remark it is {', '.join(told)}")
-            elif differing:
-                for run in same:
-                    run.algorithm += f" ({', '.join(told)})"
-    return notes
+        variants = grouped(group, partial(remark, names=[name for name in names if len(values[name]) > 1]))
+        usual = max(variants, key=lambda told: (len(variants[told]), sum(run.last_step for run in variants[told])))
+        for told in variants.keys() - {usual}:
+            for run in variants[told]:
+                run.algorithm += f" ({told})"
+        if len(variants) > 1:
+            notes.append(f"{task}, {algorithm}: settings differ; without a remark it is {usual}")
+
+
+def remark(run: Run, names: list[str]) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {run.settings.get(name)}" for name in names)
 
 
 def grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -308,48 +260,64 @@ def grouped(entries: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list
     return dict(groups)
 
 
+def without_copies(runs: list[Run], notes: list[str]) -> list[Run]:
+    """A run that was given as its folder and in CSVs of reports counts once: as it got furthest."""
+    kept = []
+    for same in grouped(runs, lambda run: (run.name, run.task, run.algorithm, run.seed)).values():
+        furthest = max(same, key=lambda run: run.last_step)
+        kept.append(furthest)
+        if len(same) > 1:
+            notes.append(f"{furthest.name}: given {len(same)} times, the one at step {furthest.last_step:,} is used")
+    return kept
+
+
 # evaluations.csv: all evaluations of all runs, from which a report can be drawn again without them.
 
 KEYS = ("run", "task", "algorithm", "seed", "total_timesteps", "step")
 
 
 def write_evaluations(path: Path, runs: list[Run], random_returns: dict[str, list[float]]) -> None:
-    dimensions = max(len(run.dimensions) for run in runs)
-    columns = [*METRICS, *(f"apr_dim_{i}" for i in range(dimensions))]
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*KEYS, *columns])
+    widest_first = sorted(runs, key=lambda run: -len(run.points))  # with more dimensions, they are still in order
+    columns = dict.fromkeys((*KEYS, *(name for run in widest_first for name in run.points)))
+    unfinished = path.with_name(f".{path.name}")  # what it replaces may be the only file that has these runs
+    with open(unfinished, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
         for run in runs:
             for i, step in enumerate(run.points["step"]):
-                values = [run.points[c][i] if c in run.points else math.nan for c in columns]
-                numbers = ["" if math.isnan(value) else f"{value:.7g}" for value in values]
-                writer.writerow([run.name, run.task, run.algorithm, run.seed, run.budget, int(step), *numbers])
+                keys = run.name, run.task, run.algorithm, run.seed, run.budget, int(step)
+                numbers = {name: f"{column[i]:.7g}" for name, column in run.points.items() if not math.isnan(column[i])}
+                writer.writerow({**numbers, **dict(zip(KEYS, keys, strict=True))})
         for task, returns in random_returns.items():
             for i, value in enumerate(returns):
-                row = [RANDOM, task, RANDOM, i, 0, 0, *("" for _ in columns)]
-                row[len(KEYS) + METRICS.index("return")] = f"{value:.7g}"
-                writer.writerow(row)
+                keys = RANDOM, task, RANDOM, i, 0, 0
+                writer.writerow({**dict(zip(KEYS, keys, strict=True)), "return": f"{value:.7g}"})
+    os.replace(unfinished, path)
 
 
 def read_evaluations(path: Path) -> tuple[list[Run], dict[str, list[float]]]:
+    """The runs of an earlier report and its returns of the random policy."""
+    runs, random_returns = [], collections.defaultdict(list)
     try:
         with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-        runs, random_returns = [], collections.defaultdict(list)
-        for (name, task, algorithm, seed, budget), group in grouped(
-            rows, lambda r: tuple(r[k] for k in KEYS[:5])
-        ).items():
+            names, *lines = csv.reader(file)
+        missing = [name for name in (*KEYS, *NEEDED) if name not in names]
+        if missing:
+            raise ValueError(f"there is no column {missing[0]}")
+        rows = [dict(zip(names, line, strict=True)) for line in lines]
+        for (name, task, algorithm, seed, budget), group in grouped(rows, itemgetter(*KEYS[:-1])).items():
             if algorithm == RANDOM:
                 random_returns[task] += [float(row["return"]) for row in group]
                 continue
-            columns = [c for c in group[0] if c not in KEYS and (c in METRICS or any(row[c] for row in group))]
-            points = {c: np.array([float(row[c] or "nan") for row in group]) for c in columns}
-            points = {"step": np.array([int(row["step"]) for row in group]), **points}
+            filled = [n for n in names if n in NEEDED or (n not in KEYS and any(row[n] for row in group))]
+            points = {n: np.array([float(row[n] or "nan") for row in group]) for n in filled}
+            if not (np.diff(points["step"]) > 0).all():
+                raise ValueError(f"the steps of {name} do not increase")
             runs.append(Run(name, task, algorithm, int(seed), int(budget), points))
     except OSError as error:
         fail(f"cannot read {path}: {error.strerror}")
-    except (KeyError, ValueError, TypeError) as error:
-        fail(f"{path} is not an evaluations.csv of a report ({type(error).__name__}: {error})")
+    except (csv.Error, ValueError) as error:
+        fail(f"{path} is not an evaluations.csv of a report ({one_line(error)}); to read a run, name its folder")
     return runs, dict(random_returns)
 
 
@@ -374,7 +342,7 @@ class Group:
         return np.array([run.points[metric][np.isin(run.points["step"], steps)] for run in self.runs])
 
     def final(self, metric: str) -> np.ndarray:
-        return np.array([run.points[metric][-1] for run in self.runs])
+        return np.array([run.last(metric) for run in self.runs])
 
     def auc(self) -> np.ndarray:
         return np.array([area_under_curve(run.points["step"], run.points["return"]) for run in self.runs])
@@ -388,46 +356,53 @@ class Task:
     others: list[Run]  # drawn, but never averaged
 
 
-def choose(runs: list[Run], max_steps: int | None) -> tuple[list[Task], list[str]]:
-    """The runs that can be compared, by task, and a note on each that cannot.
-
-    A task's runs are compared at its most common budget; a longer run is cut there, a shorter, unfinished or
-    damaged one is left out of every average.
-    """
-    tasks, notes = [], []
+def choose(runs: list[Run], max_steps: int | None, notes: list[str]) -> list[Task]:
+    """The runs that can be compared, by task."""
+    tasks = []
     for name, members in sorted(grouped(runs, lambda run: run.task).items(), key=lambda item: task_order(item[0])):
-        budgets = {id(run): min(run.budget, max_steps or run.budget) for run in members}
-        complete = [run for run in members if run.last_step >= budgets[id(run)]]
-        counts = collections.Counter(budgets[id(run)] for run in complete or members)
-        steps = max(counts, key=lambda budget: (counts[budget], budget))
-        kept, others = [], []
-        for run in members:
-            reason = reason_to_leave_out(run, budgets[id(run)], steps)
-            if run.damage:
-                notes.append(f"{run.name}: {run.damage}; what comes before is used")
-            if reason:
-                notes.append(f"{run.name}: {reason}: left out of averages")
-                others.append(run.cut(steps))
-                continue
-            if budgets[id(run)] > steps:
-                notes.append(f"{run.name}: longer than the others, cut at step {steps:,} of {run.budget:,}")
-            kept.append(run.cut(steps))
-        groups = {}
-        for algorithm, group in sorted(grouped(kept, lambda run: run.algorithm).items(), key=lambda i: rank(i[0])):
-            by_seed = grouped(sorted(group, key=lambda run: run.name), lambda run: run.seed)
-            for seed, same in sorted(by_seed.items()):
-                notes += [f"{run.name}: seed {seed} again, {same[-1].name} is used" for run in same[:-1]]
-            groups[algorithm] = Group([same[-1] for _, same in sorted(by_seed.items())])
-            if len(groups[algorithm].steps) < max(len(run.points["step"]) for run in groups[algorithm].runs):
-                notes.append(f"{name}, {algorithm}: evaluated at different steps; the curve shows those in common")
-        seeds = {algorithm: {run.seed for run in group.runs} for algorithm, group in groups.items()}
-        everyone = set().union(*seeds.values()) if seeds else set()
-        for algorithm, own in seeds.items():
-            if own != everyone:
-                missing = ", ".join(map(str, sorted(everyone - own)))
-                notes.append(f"{name}, {algorithm}: {plural(len(own), 'seed')}, without {missing}")
-        tasks.append(Task(name, steps, groups, others))
-    return tasks, notes
+        steps, kept, others = cut_to_one_budget(members, max_steps, notes)
+        tasks.append(Task(name, steps, one_run_per_seed(name, kept, notes), others))
+    return tasks
+
+
+def cut_to_one_budget(runs: list[Run], max_steps: int | None, notes: list[str]) -> tuple[int, list[Run], list[Run]]:
+    """The most common budget of a task's runs, the runs that are compared there, and the others.
+
+    A longer run is cut there, a shorter, unfinished or damaged one is left out of every average.
+    """
+    budgets = [min(run.budget, max_steps or run.budget) for run in runs]
+    complete = [budget for run, budget in zip(runs, budgets, strict=True) if run.last_step >= budget]
+    counts = collections.Counter(complete or budgets)
+    steps = max(counts, key=lambda budget: (counts[budget], budget))
+    kept, others = [], []
+    for run, budget in zip(runs, budgets, strict=True):
+        if run.damage:
+            notes.append(f"{run.name}: {run.damage}; what comes before is used")
+        reason = reason_to_leave_out(run, budget, steps)
+        if reason:
+            notes.append(f"{run.name}: {reason}: left out of averages")
+        elif budget > steps:
+            notes.append(f"{run.name}: longer than the others, cut at step {steps:,} of {run.budget:,}")
+        (others if reason else kept).append(run.cut(steps))
+    return steps, kept, others
+
+
+def one_run_per_seed(task: str, runs: list[Run], notes: list[str]) -> dict[str, Group]:
+    """A group for each algorithm."""
+    groups = {}
+    for algorithm, group in sorted(grouped(runs, lambda run: run.algorithm).items(), key=lambda item: rank(item[0])):
+        by_seed = grouped(sorted(group, key=lambda run: (run.seed, run.name)), lambda run: run.seed)
+        for seed, same in by_seed.items():
+            notes += [f"{run.name}: seed {seed} again, {same[-1].name} is used" for run in same[:-1]]
+        groups[algorithm] = Group([same[-1] for same in by_seed.values()])
+        if len(groups[algorithm].steps) < max(len(run.points["step"]) for run in groups[algorithm].runs):
+            notes.append(f"{task}, {algorithm}: evaluated at different steps; the curve shows those in common")
+    seeds = {algorithm: {run.seed for run in group.runs} for algorithm, group in groups.items()}
+    for algorithm, own in seeds.items():
+        missing = ", ".join(map(str, sorted(set().union(*seeds.values()) - own)))
+        if missing:
+            notes.append(f"{task}, {algorithm}: {plural(len(own), 'seed')}, without {missing}")
+    return groups
 
 
 def reason_to_leave_out(run: Run, budget: int, steps: int) -> str:
@@ -474,7 +449,9 @@ def n_score(value: Any, zero: float, one: float) -> Any:
 
 def standard_error(values: Iterable[float]) -> float:
     values = np.asarray(list(values), float)
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+    if len(values) < 2 or not np.isfinite(values).all():
+        return math.nan
+    return float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def reach(group: Group, target: float) -> tuple[int, float] | None:
@@ -502,29 +479,20 @@ def intervals(scores: dict[str, Any], function: Callable[..., Any], resamples: i
 
 def measure_random(task: str, episodes: int, cache: Path) -> list[float]:
     """Returns of the uniformly random policy on a task, measured once."""
-    path = cache / f"random-{hashlib.sha256(task.encode()).hexdigest()[:24]}.json"
     try:
-        stored = json.loads(path.read_text())
-        if stored["task"] == task and len(stored["returns"]) == episodes:
-            return stored["returns"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    from sdar_continuous_action import derived_seed, make_env
-
-    env = make_env(task)
-    generator = np.random.default_rng(0)
-    returns = []
-    for i in tqdm(range(episodes), desc=f"random policy on {task}", unit=" episodes", leave=False, disable=None):
-        env.reset(seed=derived_seed(0, 1, i))
-        total, over = 0.0, False
-        while not over:
-            action = generator.uniform(-1, 1, env.action_space.shape).astype(np.float32)
-            _, reward, terminated, truncated, _ = env.step(action)
-            total, over = total + float(reward), terminated or truncated
-        returns.append(total)
-    env.close()
-    path.write_text(json.dumps({"task": task, "returns": returns}))
-    return returns
+        known = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        known = {}  # never measured, or interrupted while writing
+    if len(known.get(task, ())) != episodes:
+        env, generator, known[task] = make_env(task), np.random.default_rng(0), []
+        for i in tqdm(range(episodes), desc=f"random policy on {task}", unit=" episodes", leave=False, disable=None):
+            _, info = env.reset(seed=derived_seed(0, EVALUATION, i))
+            while "episode" not in info:
+                *_, info = env.step(generator.uniform(-1, 1, env.action_space.shape).astype(np.float32))
+            known[task].append(float(info["episode"]["r"]))
+        env.close()
+        cache.write_text(json.dumps(known))
+    return known[task]
 
 
 # Tables.
@@ -550,11 +518,6 @@ class Table:
     def record(self, **numbers: Any) -> None:
         self.records.append(numbers)
 
-    def markdown(self) -> str:
-        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return f"### {self.title}\n\n{self.caption}\n\n{body}\n"
-
     def html(self) -> str:
         def cells(row: list[str], tag: str) -> str:
             return "".join(f"<{tag}>{emphasis(html.escape(cell), '<b>{}</b>', '<i>{}</i>')}</{tag}>" for cell in row)
@@ -576,7 +539,8 @@ class Table:
         )
 
     def write(self, folder: Path) -> None:
-        (folder / f"{self.name}.md").write_text(self.markdown())
+        text = f"### {self.title}\n\n{self.caption}\n\n{markdown(self.columns, self.rows)}\n"
+        (folder / f"{self.name}.md").write_text(text)
         (folder / f"{self.name}.tex").write_text(self.latex())
         with open(folder / f"{self.name}.csv", "w", newline="") as file:
             fields = list(dict.fromkeys(name for record in self.records for name in record))
@@ -646,45 +610,29 @@ def mean_of(values: np.ndarray) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
-def all_algorithms(tasks: list[Task]) -> list[str]:
-    return sorted({algorithm for task in tasks for algorithm in task.groups}, key=rank)
+def ordered(groups: Iterable[Iterable[str]]) -> list[str]:
+    """Every algorithm that is in one of the groups."""
+    return sorted({algorithm for group in groups for algorithm in group}, key=rank)
 
 
-def auc_scores(task: Task, zero: float) -> dict[str, np.ndarray]:
-    """n-scores of the AUC of each run, 1 being the mean of the task's best algorithm; none if nothing beats random."""
-    areas = {algorithm: group.auc() for algorithm, group in task.groups.items()}
-    best = max((area.mean() for area in areas.values()), default=-math.inf)
-    return {algorithm: n_score(area, zero, best) for algorithm, area in areas.items()} if best > zero else {}
+def auc_scores(tasks: list[Task], zeros: dict[str, float]) -> dict[str, dict[str, np.ndarray]]:
+    """By task and algorithm, n-scores of the AUC of each run, 1 being the mean of the task's best algorithm.
+
+    Tasks on which nothing beats the random policy have none.
+    """
+    scores = {}
+    for task in tasks:
+        areas = {algorithm: group.auc() for algorithm, group in task.groups.items()}
+        zero, best = zeros.get(task.name, math.inf), max(means(areas).values())
+        if best > zero:
+            scores[task.name] = {algorithm: n_score(area, zero, best) for algorithm, area in areas.items()}
+    return scores
 
 
-def auc_tables(tasks: list[Task], zeros: dict[str, float]) -> list[Table]:
-    """Table 1, and the same by task."""
-    scores = {task.name: auc_scores(task, zeros[task.name]) for task in tasks if task.name in zeros}
-    scores = {task: by_algorithm for task, by_algorithm in scores.items() if by_algorithm}
-    algorithms = sorted({algorithm for by_algorithm in scores.values() for algorithm in by_algorithm}, key=rank)
-    if not scores:
-        return []
-
-    by_task = Table(
-        "auc_by_task",
-        "Normalised AUC by task",
-        "Area under the learning curve, 0 = uniformly random policy, 1 = the best algorithm here; mean ± standard "
-        "error over seeds.",
-        ["task", *algorithms],
-    )
-    for task, by_algorithm in scores.items():
-        by_task.add_row([task], {a: with_error(values, 2) for a, values in by_algorithm.items()}, means(by_algorithm))
-        for algorithm, values in by_algorithm.items():
-            by_task.record(
-                task=task,
-                algorithm=algorithm,
-                seeds=len(values),
-                normalised_auc=values.mean(),
-                standard_error=standard_error(values),
-                random_return=zeros[task],
-            )
-
-    by_category = Table(
+def category_table(scores: dict[str, dict[str, np.ndarray]]) -> Table:
+    """Table 1."""
+    algorithms = ordered(scores.values())
+    table = Table(
         "table1_auc",
         "Table 1: normalised AUC",
         "Area under the learning curve by category, 0 = uniformly random policy, 1 = the best algorithm of each task; "
@@ -695,31 +643,42 @@ def auc_tables(tasks: list[Task], zeros: dict[str, float]) -> list[Table]:
     parts: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)  # mean and error in each category
     categories = grouped(scores, category)
     for name, here in categories.items():
-        values = {a: np.array([scores[t][a].mean() for t in here if a in scores[t]]) for a in algorithms}
-        values = {algorithm: of_tasks for algorithm, of_tasks in values.items() if len(of_tasks)}
+        values = {a: np.array([scores[task][a].mean() for task in here if a in scores[task]]) for a in algorithms}
+        values = {a: of_tasks for a, of_tasks in values.items() if len(of_tasks)}
         cells = {a: with_error(of_tasks, 2) + share(len(of_tasks), len(here)) for a, of_tasks in values.items()}
-        by_category.add_row([f"{name} ({plural(len(here), 'task')})"], cells, means(values))
-        by_category.rows += papers_rows(PAPER_AUC, name, [f"{name}, paper"], algorithms)
-        for algorithm, of_tasks in values.items():
-            parts[algorithm].append((of_tasks.mean(), standard_error(of_tasks)))
-            record_score(by_category, name, algorithm, *parts[algorithm][-1], len(of_tasks))
-    averages = {}
-    for algorithm, (centres, errors) in {a: np.transpose(p) for a, p in parts.items()}.items():
-        averages[algorithm] = centres.mean(), math.sqrt((errors**2).sum()) / len(errors)
-        record_score(
-            by_category, "average", algorithm, *averages[algorithm], sum(algorithm in s for s in scores.values())
-        )
-    cells = {
-        a: plus_minus(*average, 2) + share(len(parts[a]), len(categories), "categories")
-        for a, average in averages.items()
-    }
-    by_category.add_row(["average"], cells, {algorithm: centre for algorithm, (centre, _) in averages.items()})
-    by_category.rows += papers_rows(PAPER_AUC, "average", ["average, paper"], algorithms)
-    return [by_category, by_task]
+        table.add_row([f"{name} ({plural(len(here), 'task')})"], cells, means(values))
+        table.rows += papers_rows(PAPER_AUC, name, [f"{name}, paper"], algorithms)
+        for a, of_tasks in values.items():
+            mean, error = of_tasks.mean(), standard_error(of_tasks)
+            parts[a].append((mean, error))
+            table.record(category=name, algorithm=a, normalised_auc=mean, standard_error=error, tasks=len(of_tasks))
+    cells, averages = {}, {}
+    for a in algorithms:
+        centres, errors = np.transpose(parts[a])
+        mean, error = centres.mean(), math.sqrt((errors**2).sum()) / len(errors)
+        averages[a], cells[a] = mean, plus_minus(mean, error, 2) + share(len(parts[a]), len(categories), "categories")
+        tasks = sum(a in by_algorithm for by_algorithm in scores.values())
+        table.record(category="average", algorithm=a, normalised_auc=mean, standard_error=error, tasks=tasks)
+    table.add_row(["average"], cells, averages)
+    table.rows += papers_rows(PAPER_AUC, "average", ["average, paper"], algorithms)
+    return table
 
 
-def record_score(table: Table, name: str, algorithm: str, mean: float, error: float, tasks: int) -> None:
-    table.record(category=name, algorithm=algorithm, normalised_auc=mean, standard_error=error, tasks=tasks)
+def auc_table(scores: dict[str, dict[str, np.ndarray]], zeros: dict[str, float]) -> Table:
+    """The same by task."""
+    table = Table(
+        "auc_by_task",
+        "Normalised AUC by task",
+        "Area under the learning curve, 0 = uniformly random policy, 1 = the best algorithm here; mean ± standard "
+        "error over seeds.",
+        ["task", *ordered(scores.values())],
+    )
+    for task, by_algorithm in scores.items():
+        table.add_row([task], {a: with_error(values, 2) for a, values in by_algorithm.items()}, means(by_algorithm))
+        for algorithm, values in by_algorithm.items():
+            numbers = {"normalised_auc": values.mean(), "standard_error": standard_error(values)}
+            table.record(task=task, algorithm=algorithm, seeds=len(values), **numbers, random_return=zeros[task])
+    return table
 
 
 def category(task: str) -> str:
@@ -738,53 +697,56 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def repetition(task: Task, ending: str) -> dict[str, tuple[float, float]]:
+    """APR and AFR of each algorithm that has them, from the columns with this ending."""
+    columns = f"apr{ending}", f"afr_per_dim{ending}"
+    rates = {a: tuple(mean_of(group.final(column)) for column in columns) for a, group in task.groups.items()}
+    return {algorithm: both for algorithm, both in rates.items() if not math.isnan(both[0])}
+
+
 def return_table(tasks: list[Task], zeros: dict[str, float]) -> Table:
     """Table 2."""
-    algorithms = all_algorithms(tasks)
+    algorithms = ordered(task.groups for task in tasks)
     table = Table(
         "table2_return",
         "Table 2: return, APR and AFR",
         "Greedy return at the last evaluation, mean ± standard error over seeds; action persistence rate / action "
-        "fluctuation rate. AFR is the mean absolute change per dimension, the scale of the paper's numbers (the CSV "
+        "fluctuation rate, of greedy play and, where it is known, of stochastic play (the paper does not say which its "
+        "numbers are of). AFR is the mean absolute change per dimension, the scale of the paper's numbers (the CSV "
         "has the Euclidean norm too, as afr). n-score: 0 = uniformly random policy, 1 = SAC; mean ± standard error "
         "over tasks. In italics: the paper, at its own budgets.",
         ["task", "", *algorithms],
     )
     scores: dict[str, list[float]] = collections.defaultdict(list)
-    rates: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for task in tasks:
         returns = {algorithm: group.final("return") for algorithm, group in task.groups.items()}
-        for algorithm, group in task.groups.items():
-            final = returns[algorithm]
-            others = {metric: mean_of(group.final(metric)) for metric in METRICS if metric != "return"}
-            rates[algorithm].append((others["apr"], others["afr_per_dim"]))
+        for algorithm, final in returns.items():
             score = returns_n_score(task, zeros, final.mean())
             scores[algorithm] += [score] if math.isfinite(score) else []
-            table.record(
-                task=task.name,
-                algorithm=algorithm,
-                seeds=len(final),
-                steps=task.steps,
-                **{"return": final.mean()},
-                standard_error=standard_error(final),
-                n_score=score,
-                **others,
-            )
+            what = {"task": task.name, "algorithm": algorithm, "seeds": len(final), "steps": task.steps}
+            numbers = {metric: mean_of(task.groups[algorithm].final(metric)) for metric in METRICS}
+            table.record(**what, standard_error=standard_error(final), n_score=score, **numbers)
         counts = sorted({len(final) for final in returns.values()})
         seeds = plural(counts[0], "seed") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
         first = [task.name, f"return, {seeds}, {thousands(task.steps)} steps"]
         table.add_row(first, {a: with_error(final) for a, final in returns.items()}, means(returns))
-        repetitions = {a: rates_of(*rates[a][-1]) for a in task.groups}
-        table.add_row(["", "APR / AFR"], repetitions)
+        for ending, title in RATES.items():
+            rates = repetition(task, ending)
+            if rates:
+                table.add_row(["", title], {a: rates_of(*both) for a, both in rates.items()})
         table.rows += papers_rows(PAPER_RETURN, base_name(task.name), ["paper", "return"], algorithms)
-        table.rows += papers_rows(PAPER_REPETITION, base_name(task.name), ["paper", "APR / AFR"], algorithms)
+        table.rows += papers_rows(PAPER_REPETITION, base_name(task.name), ["paper", RATES[""]], algorithms)
     scored = max(map(len, scores.values()), default=0)
     cells = {a: with_error(values, 2) + share(len(values), scored) for a, values in scores.items() if values}
     table.add_row(["average", "n-score"], cells, {a: float(np.mean(scores[a])) for a in cells})
-    average = {a: rates_of(*np.mean(rates[a], axis=0)) for a in rates}
-    table.add_row(["", "APR / AFR"], {a: cell + share(len(rates[a]), len(tasks)) for a, cell in average.items()})
+    for ending, title in RATES.items():
+        by_task = [repetition(task, ending) for task in tasks]
+        rates = {a: [rates[a] for rates in by_task if a in rates] for a in ordered(by_task)}
+        if rates:
+            cells = {a: rates_of(*np.mean(r, axis=0)) + share(len(r), len(tasks)) for a, r in rates.items()}
+            table.add_row(["", title], cells)
     table.rows += papers_rows(PAPER_RETURN, "average", ["paper", "n-score"], algorithms)
-    table.rows += papers_rows(PAPER_REPETITION, "average", ["paper", "APR / AFR"], algorithms)
+    table.rows += papers_rows(PAPER_REPETITION, "average", ["paper", RATES[""]], algorithms)
     return table
 
 
@@ -797,9 +759,6 @@ def returns_n_score(task: Task, zeros: dict[str, float], value: Any) -> Any:
 
 
 def names_of_dimensions(task: str, count: int) -> list[str]:
-    from evaluate import dimension_names
-    from sdar_continuous_action import make_env
-
     try:
         return dimension_names(make_env(task))
     except SystemExit:  # the task is not installed here, but the numbers are there
@@ -808,7 +767,7 @@ def names_of_dimensions(task: str, count: int) -> list[str]:
 
 def dimension_table(tasks: list[Task], wanted: str | None) -> Table | None:
     """Table 3."""
-    width = {task.name: min(len(group.runs[0].dimensions) for group in task.groups.values()) for task in tasks}
+    width = {task.name: min(group.runs[0].dimensions for group in task.groups.values()) for task in tasks}
     walkers = [name for name in width if base_name(name) == "Walker2d"]
     wanted = wanted or (walkers[0] if walkers else max(width, key=width.get))
     task = next((task for task in tasks if task.name == wanted and width[wanted] > 0), None)
@@ -824,10 +783,8 @@ def dimension_table(tasks: list[Task], wanted: str | None) -> Table | None:
     )
     for i, name in enumerate(names_of_dimensions(wanted, width[wanted])):
         rates = {algorithm: group.final(f"apr_dim_{i}") for algorithm, group in task.groups.items()}
-        table.add_row(
-            [name if name == f"a{i}" else f"{name} (a{i})"],
-            {algorithm: with_error(values, 2) for algorithm, values in rates.items()},
-        )
+        title = name if name == f"a{i}" else f"{name} (a{i})"
+        table.add_row([title], {algorithm: with_error(values, 2) for algorithm, values in rates.items()})
         for algorithm, values in rates.items():
             numbers = {"apr": float(values.mean()), "standard_error": standard_error(values), "seeds": len(values)}
             table.record(task=wanted, dimension=i, name=name, algorithm=algorithm, **numbers)
@@ -843,7 +800,7 @@ def time_table(tasks: list[Task]) -> Table | None:
     tasks = [task for task in tasks if "SAC" in task.groups]
     if not tasks:
         return None
-    algorithms = all_algorithms(tasks)
+    algorithms = ordered(task.groups for task in tasks)
     table = Table(
         "time_cost",
         "Time cost: steps and wall-clock to SAC's final return",
@@ -859,15 +816,10 @@ def time_table(tasks: list[Task]) -> Table | None:
             total = float(group.final("seconds").mean())
             reached = (task.steps, total) if algorithm == "SAC" else reach(group, target)
             cells[algorithm] = f"{thousands(reached[0])}, {duration(reached[1])}" if reached else "not reached"
-            table.record(
-                task=task.name,
-                algorithm=algorithm,
-                seeds=len(group.runs),
-                target_return=target,
-                steps=reached[0] if reached else math.nan,
-                seconds=reached[1] if reached else math.nan,
-                steps_per_second=task.steps / total if total else math.nan,
-            )
+            steps, seconds = reached or (math.nan, math.nan)
+            what = {"task": task.name, "algorithm": algorithm, "seeds": len(group.runs), "target_return": target}
+            speed = task.steps / total if total else math.nan
+            table.record(**what, steps=steps, seconds=seconds, steps_per_second=speed)
         table.add_row([f"{task.name} ({number(target)})"], cells)
         table.rows += papers_rows(PAPER_TIME, base_name(task.name), ["paper"], algorithms)
     return table
@@ -877,7 +829,7 @@ def run_table(runs: list[Run]) -> Table:
     columns = ["task", "algorithm", "seed", "steps", "return", "time", "commit", "device", "run"]
     table = Table("runs", "Runs", "Every run that was read, and its last evaluation.", columns)
     for run in sorted(runs, key=lambda run: (task_order(run.task), rank(run.algorithm), run.seed, run.name)):
-        last = {metric: float(run.points[metric][-1]) if len(run.points["step"]) else math.nan for metric in METRICS}
+        last = {metric: run.last(metric) for metric in METRICS}
         about = {name: run.about.get(name) for name in ("commit", "device", "threads", "python")}
         packages = " ".join(f"{name} {version}" for name, version in (run.about.get("packages") or {}).items())
         what = {"run": run.name, "task": run.task, "algorithm": run.algorithm, "seed": run.seed, "budget": run.budget}
@@ -894,7 +846,6 @@ def run_table(runs: list[Run]) -> Table:
 
 @dataclass
 class Aggregates:
-    algorithms: list[str]
     tasks: list[str]
     iqm: dict[str, tuple[Any, Any, Any]]
     improvement: dict[str, tuple[Any, Any, Any]]  # P(SDAR > the algorithm)
@@ -902,62 +853,54 @@ class Aggregates:
     thresholds: np.ndarray
 
 
-def score_matrices(tasks: list[Task], zeros: dict[str, float]) -> tuple[dict[str, np.ndarray], list[str], list[str]]:
-    """n-scores (runs, tasks) for each algorithm on the tasks that all have, those tasks, and notes on the rest."""
-    notes = []
+def score_matrices(
+    tasks: list[Task], zeros: dict[str, float], notes: list[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """n-scores (runs, tasks) for each algorithm on the tasks that all have, and those tasks."""
     usable = []
     for task in tasks:
-        if not task.groups:
-            continue
         if math.isnan(returns_n_score(task, zeros, 1.0)):
             notes.append(f"{task.name}: no n-scores, because SAC or the random policy is missing or SAC is not better")
         else:
             usable.append(task)
-    main = [name for name in all_algorithms(usable) if name in COLOURS]
-    shared = [task for task in usable if all(name in task.groups for name in main)]
+    main = [name for name in ordered(task.groups for task in usable) if name in COLOURS]
+    matrices, shared = {}, []
     for task in usable:
-        if task not in shared:
-            missing = ", ".join(name for name in main if name not in task.groups)
+        missing = ", ".join(name for name in main if name not in task.groups)
+        if missing:
             notes.append(f"{task.name}: not in the aggregates over tasks, because {missing} has no run there")
-    matrices = {}
-    for algorithm in all_algorithms(shared):
-        groups = [task.groups.get(algorithm) for task in shared]
-        if None in groups:
+        else:
+            shared.append(task)
+    for algorithm in ordered(task.groups for task in shared):
+        if not all(algorithm in task.groups for task in shared):
             notes.append(f"{algorithm}: not in the aggregates over tasks, because it has no run on some of them")
             continue
-        counts = [len(group.runs) for group in groups]
-        if min(counts) < max(counts):
-            notes.append(f"{algorithm}: the aggregates use {min(counts)} seeds of each task, the fewest that one has")
-        columns = [
-            returns_n_score(task, zeros, group.final("return"))[: min(counts)]
-            for task, group in zip(shared, groups, strict=True)
-        ]
-        matrices[algorithm] = np.stack(columns, axis=1)
-    return matrices, [task.name for task in shared], notes
+        columns = [returns_n_score(task, zeros, task.groups[algorithm].final("return")) for task in shared]
+        fewest = min(map(len, columns))
+        if fewest < max(map(len, columns)):
+            notes.append(f"{algorithm}: the aggregates use {fewest} seeds of each task, the fewest that one has")
+        matrices[algorithm] = np.stack([column[:fewest] for column in columns], axis=1)
+    return matrices, [task.name for task in shared]
 
 
-def aggregate(tasks: list[Task], zeros: dict[str, float], resamples: int) -> tuple[Aggregates | None, list[str]]:
+def aggregate(tasks: list[Task], zeros: dict[str, float], resamples: int, notes: list[str]) -> Aggregates | None:
     from rliable.metrics import aggregate_iqm
 
-    scores, names, notes = score_matrices(tasks, zeros)
+    scores, names = score_matrices(tasks, zeros, notes)
     if not scores:
-        return None, notes
+        return None
     few = [algorithm for algorithm, matrix in scores.items() if len(matrix) < 3]
     if few:
         notes.append(f"{', '.join(few)}: fewer than 3 seeds, so the bootstrap intervals say little")
     everything = np.concatenate([matrix.ravel() for matrix in scores.values()])
     thresholds = np.linspace(min(0.0, everything.min()), max(1.2, everything.max()), 101)
     pairs = {a: [scores["SDAR"], matrix] for a, matrix in scores.items() if a != "SDAR"} if "SDAR" in scores else {}
-    return (
-        Aggregates(
-            list(scores),
-            names,
-            intervals(scores, aggregate_iqm, resamples),
-            intervals(pairs, probability_of_improvement, resamples),
-            intervals(scores, lambda matrix: (matrix[..., None] > thresholds).mean(axis=(0, 1)), resamples),
-            thresholds,
-        ),
-        notes,
+    return Aggregates(
+        names,
+        intervals(scores, aggregate_iqm, resamples),
+        intervals(pairs, probability_of_improvement, resamples),
+        intervals(scores, lambda matrix: (matrix[..., None] > thresholds).mean(axis=(0, 1)), resamples),
+        thresholds,
     )
 
 
@@ -970,10 +913,11 @@ def aggregate_table(result: Aggregates) -> Table:
         "intervals.",
         ["algorithm", "IQM of n-scores", "P(SDAR is better)"],
     )
-    for algorithm in result.algorithms:
+    measures = {"iqm_n_score": result.iqm, "probability_sdar_is_better": result.improvement}
+    for algorithm in result.iqm:
         cells = []
-        for measure, values in (("iqm_n_score", result.iqm), ("probability_sdar_is_better", result.improvement)):
-            if algorithm not in values:
+        for measure, values in measures.items():
+            if algorithm not in values:  # SDAR is not compared with itself
                 cells.append("")
                 continue
             estimate, low, high = (float(part[0]) for part in values[algorithm])
@@ -1016,9 +960,9 @@ def grid(count: int, width: float = 3.1, height: float = 2.4) -> tuple[Any, list
 def shared_legend(figure: Any, axes: list[Any]) -> None:
     """One legend above all axes, in as many columns as its width allows."""
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-    ordered = sorted(handles, key=rank)
-    for columns in range(min(6, len(ordered)), 0, -1):
-        legend = figure.legend([handles[t] for t in ordered], ordered, loc="outside upper center", ncols=columns)
+    names = ordered([handles])
+    for columns in range(min(6, len(names)), 0, -1):
+        legend = figure.legend([handles[n] for n in names], names, loc="outside upper center", ncols=columns)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
@@ -1028,7 +972,7 @@ def draw_curves(axis: Any, task: Task, colours: dict[str, str], count_seeds: boo
     for algorithm, group in task.groups.items():
         returns, steps, colour = group.matrix("return"), group.steps, colours[algorithm]
         mean = returns.mean(axis=0)
-        name = f"{algorithm} ({len(returns)} seed{'s' if len(returns) > 1 else ''})" if count_seeds else algorithm
+        name = f"{algorithm} ({plural(len(returns), 'seed')})" if count_seeds else algorithm
         axis.plot(steps, mean, color=colour, lw=1.8 if algorithm == "SDAR" else 1.3, label=name, zorder=3)
         if len(returns) > 1:
             error = returns.std(axis=0, ddof=1) / math.sqrt(len(returns))
@@ -1039,8 +983,7 @@ def draw_curves(axis: Any, task: Task, colours: dict[str, str], count_seeds: boo
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value)))
 
 
-def curve_figures(tasks: list[Task], colours: dict[str, str]) -> dict[str, Any]:
-    figures = {}
+def overview_figure(tasks: list[Task], colours: dict[str, str]) -> Any:
     figure, axes = grid(len(tasks))
     for task, axis in zip(tasks, axes, strict=True):
         draw_curves(axis, task, colours, count_seeds=False)
@@ -1050,19 +993,16 @@ def curve_figures(tasks: list[Task], colours: dict[str, str]) -> dict[str, Any]:
     figure.supxlabel("environment steps", fontsize=9)
     figure.supylabel("greedy return", fontsize=9)
     shared_legend(figure, axes)
-    figures["curves"] = figure
-    for task in tasks:
-        figure, axis = plt.subplots(figsize=(5, 3.4))
-        draw_curves(axis, task, colours, count_seeds=True)
-        axis.set(xlabel="environment steps", ylabel="greedy return")
-        if task.groups:
-            axis.legend(fontsize=8)
-        figures[f"curve-{file_name(task.name)}"] = figure
-    return figures
+    return figure
 
 
-def file_name(task: str) -> str:
-    return re.sub(r"[^\w.-]", "-", task)
+def curve_figure(task: Task, colours: dict[str, str]) -> Any:
+    figure, axis = plt.subplots(figsize=(5, 3.4))
+    draw_curves(axis, task, colours, count_seeds=True)
+    axis.set(xlabel="environment steps", ylabel="greedy return")
+    if task.groups:
+        axis.legend(fontsize=8)
+    return figure
 
 
 def smoothness_figure(tasks: list[Task], colours: dict[str, str]) -> Any:
@@ -1072,17 +1012,9 @@ def smoothness_figure(tasks: list[Task], colours: dict[str, str]) -> Any:
         for algorithm, group in task.groups.items():
             changes, returns = group.final("afr_per_dim"), group.final("return")
             axis.scatter(changes, returns, s=8, color=colours[algorithm], alpha=0.35, lw=0)
-            axis.errorbar(
-                mean_of(changes),
-                returns.mean(),
-                xerr=np.nan_to_num(standard_error(changes)),
-                yerr=np.nan_to_num(standard_error(returns)),
-                fmt="o",
-                ms=5,
-                lw=1,
-                color=colours[algorithm],
-                label=algorithm,
-            )
+            bars = {"xerr": np.nan_to_num(standard_error(changes)), "yerr": np.nan_to_num(standard_error(returns))}
+            style = {"fmt": "o", "ms": 5, "lw": 1, "color": colours[algorithm], "label": algorithm}
+            axis.errorbar(mean_of(changes), returns.mean(), **bars, **style)
         axis.set_title(task.name)
         axis.locator_params(axis="x", nbins=4)
     figure.supxlabel("AFR, mean absolute change per dimension", fontsize=9)
@@ -1127,9 +1059,8 @@ th { border-bottom: 2px solid #888 } td i { color: #666 } img { max-width: 100%;
 .notes { background: #fff8e6; border: 1px solid #ecd9a0; padding: 0 1em; max-height: 22em; overflow-y: auto }
 .caption, footer { color: #555; font-size: 13.5px; max-width: 75em } figure { margin: 1em 0 }
 """
-GENERATOR = (
-    '<meta name="generator" content="report.py of SDAR">'  # how a later report knows that it may replace this one
-)
+# How a later report knows that it may replace this one.
+GENERATOR = '<meta name="generator" content="report.py of SDAR">'
 
 
 class Page:
@@ -1153,24 +1084,21 @@ class Page:
         plt.close(figure)
         width = round(figure.get_figwidth() * 96)  # CSS pixels: the picture has more, for sharp screens
         picture = base64.b64encode((self.out / "figures" / f"{name}.png").read_bytes()).decode()
-        links = " ".join(f'<a href="figures/{name}.{suffix}">{suffix.upper()}</a>' for suffix in ("png", "pdf"))
         self.add(
             f'<figure id="{html.escape(name)}"><img width="{width}" alt="{html.escape(caption or name)}" '
-            f'src="data:image/png;base64,{picture}">'
-            f'<figcaption class="caption">{html.escape(caption)} {links}</figcaption></figure>'
+            f'src="data:image/png;base64,{picture}"><figcaption class="caption">{html.escape(caption)} '
+            f"{links(f'figures/{name}', 'png', 'pdf')}</figcaption></figure>"
         )
 
     def table(self, table: Table | None) -> None:
         if table is None:
             return
         table.write(self.out / "tables")
-        suffixes = ("md", "csv", "tex")
-        links = " ".join(f'<a href="tables/{table.name}.{suffix}">{suffix.upper()}</a>' for suffix in suffixes)
-        caption = f'<p class="caption">{html.escape(table.caption)} {links}</p>'
-        self.add(f"<h3>{html.escape(table.title)}</h3>{caption}{table.html()}")
+        caption = f"{html.escape(table.caption)} {links(f'tables/{table.name}', 'md', 'csv', 'tex')}"
+        self.add(f'<h3>{html.escape(table.title)}</h3><p class="caption">{caption}</p>{table.html()}')
 
     def write(self, heading: str) -> None:
-        links = "".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in self.sections)
+        contents = "".join(f'<a href="#{name}">{html.escape(title)}</a>' for name, title, _ in self.sections)
         body = "".join(
             f'<h2 id="{name}">{html.escape(title)}</h2>{"".join(parts)}' for name, title, parts in self.sections
         )
@@ -1178,19 +1106,23 @@ class Page:
         text = (
             f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}'
             f'<meta name="viewport" content="width=device-width"><title>SDAR report</title><style>{STYLE}</style>'
-            f"</head><body><h1>SDAR report</h1><p>{html.escape(heading)}</p><nav>{links}</nav>{body}"
+            f"</head><body><h1>SDAR report</h1><p>{html.escape(heading)}</p><nav>{contents}</nav>{body}"
             f"<footer><p>Made by <code>{command}</code></p></footer></body></html>\n"
         )
         (self.out / "index.html").write_text(text)
+
+
+def links(path: str, *suffixes: str) -> str:
+    return " ".join(f'<a href="{path}.{suffix}">{suffix.upper()}</a>' for suffix in suffixes)
 
 
 def claim(out: Path) -> None:
     """The folder may be new, empty or an earlier report's; anything else is somebody's work."""
     index = out / "index.html"
     try:
-        if out.exists() and any(path.name != "cache" for path in out.iterdir()) and GENERATOR not in index.read_text():
+        if out.exists() and any(out.iterdir()) and GENERATOR not in index.read_text(errors="replace"):
             raise FileExistsError
-        (out / "cache").mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         if not index.exists():  # a report that is interrupted can be made again
             index.write_text(f"<!doctype html>{GENERATOR}<p>This report is not finished.\n")
     except (FileNotFoundError, FileExistsError, NotADirectoryError):
@@ -1215,37 +1147,32 @@ class Study:
 
 
 def read_study(args: Args) -> Study:
-    if not args.runs_dirs and not args.from_csv:
-        fail("name the folder with the runs (python report.py runs --out report), or --from-csv FILE")
-    for name in ("max_steps", "random_episodes", "bootstrap", "workers"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            fail(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    runs, random_returns = [], {}
-    for path in args.from_csv:
+    require(args, "at least 1", lambda value: value is None or value >= 1, "max_steps", "random_episodes", "bootstrap")
+    folders = [path for path in args.paths if path.is_dir()]
+    tables = [*(path for path in args.paths if not path.is_dir()), *args.from_csv]
+    if not folders and not tables:
+        fail("name a folder with runs (python report.py runs --out report) or an evaluations.csv of an earlier report")
+    notes: list[str] = []
+    runs, random_returns = read_runs(find_runs(folders, notes), notes), {}
+    for path in tables:
         stored, returns = read_evaluations(path)
         runs += stored
         random_returns |= returns
-    directories, notes = find_runs(args.runs_dirs)
-    if not directories and not runs:
-        fail(f"no runs under {', '.join(map(str, args.runs_dirs))}: a run directory has an args.json")
-    claim(args.out)
-    cache = args.out / "cache"
-    fresh, more = read_runs(directories, cache, args.workers)
-    runs, notes = runs + fresh, notes + more + name_variants(fresh)
     if not runs:
-        fail(f"none of the runs can be read: {'; '.join(notes)}")
-    known = {run.task for run in runs}
+        reason = "; ".join(notes) or "a run directory has an args.json"
+        fail(f"no runs in {', '.join(map(str, folders + tables))}: {reason}")
+    runs = without_copies(runs, notes)
+    known = sorted({run.task for run in runs})
     if args.dimensions_task is not None and args.dimensions_task not in known:
-        fail(f"--dimensions-task {args.dimensions_task} has no run here; there are {', '.join(sorted(known))}")
-    tasks, more = choose(runs, args.max_steps)
-    notes += more
-    for task in tasks:
-        if task.name not in random_returns:
-            try:
-                random_returns[task.name] = measure_random(task.name, args.random_episodes, cache)
-            except SystemExit as error:
-                reason = str(error).removeprefix("error: ")
-                notes.append(f"{task.name}: no normalised scores, because the random policy cannot be run: {reason}")
+        fail(f"--dimensions-task {args.dimensions_task} has no run here; there are {', '.join(known)}")
+    claim(args.out)
+    tasks = choose(runs, args.max_steps, notes)
+    for task in (task.name for task in tasks if task.name not in random_returns):
+        try:
+            random_returns[task] = measure_random(task, args.random_episodes, args.out / "random_returns.json")
+        except SystemExit as error:
+            reason = one_line(error)
+            notes.append(f"{task}: no normalised scores, because the random policy cannot be run: {reason}")
     return Study(runs, tasks, random_returns, notes)
 
 
@@ -1253,35 +1180,33 @@ def read_study(args: Args) -> Study:
 def main(args: Args) -> None:
     study = read_study(args)
     runs, tasks, zeros = study.runs, study.tasks, study.zeros
-    result, more = aggregate(tasks, zeros, args.bootstrap)
-    notes = study.notes + more
-    colours = palette(sorted({run.algorithm for run in runs}, key=rank))
+    colours = palette(ordered([run.algorithm] for run in runs))
     compared = [task for task in tasks if task.groups]
+    result = aggregate(compared, zeros, args.bootstrap, study.notes)
 
     page = Page(args.out)
     page.section("notes", "What to know first")
-    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    page.add(f'<div class="notes"><ul>{items}</ul></div>' if notes else "<p>Nothing was left out.</p>")
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in study.notes)
+    page.add(f'<div class="notes"><ul>{items}</ul></div>' if items else "<p>Nothing was left out.</p>")
     page.section("curves", "Learning curves")
-    grid_figure, *single_figures = curve_figures(tasks, colours).items()
     caption = "Greedy return: mean over seeds (n of them), band ± one standard error."
     dotted = " Dotted: single runs that are left out of the means." if any(task.others for task in tasks) else ""
-    page.figure(*grid_figure, caption + dotted)
+    page.figure("curves", overview_figure(tasks, colours), caption + dotted)
     page.add('<div class="single">')
-    for name, figure in single_figures:
-        page.figure(name, figure, "")
+    for task in tasks:
+        page.figure("curve-" + re.sub(r"[^\w.-]", "-", task.name), curve_figure(task, colours), "")
     page.add("</div>")
     if compared:
         page.section("efficiency", "Sample efficiency")
-        for table in auc_tables(compared, zeros):
-            page.table(table)
+        scores = auc_scores(compared, zeros)
+        if scores:
+            page.table(category_table(scores))
+            page.table(auc_table(scores, zeros))
         page.table(time_table(compared))
         page.section("returns", "Return and repetition")
         page.table(return_table(compared, zeros))
         page.table(dimension_table(compared, args.dimensions_task))
-        caption = (
-            "Return against AFR (the smoother the further left): dots are runs, circles means ± one standard error."
-        )
+        caption = "Return against AFR (the further left the smoother): dots are runs, circles means ± standard error."
         page.figure("smoothness", smoothness_figure(compared, colours), caption)
     if result is not None:
         page.section("aggregates", "Over all tasks")
@@ -1301,10 +1226,10 @@ def main(args: Args) -> None:
     write_evaluations(args.out / "evaluations.csv", runs, study.random_returns)
     page.add('<p class="caption">All evaluations of all runs: <a href="evaluations.csv">evaluations.csv</a></p>')
     averaged = sum(len(group.runs) for task in compared for group in task.groups.values())
-    counts = plural(len(tasks), "task"), plural(len(all_algorithms(compared)), "algorithm")
+    counts = plural(len(tasks), "task"), plural(len(ordered(task.groups for task in compared)), "algorithm")
     heading = f"{', '.join(counts)}, {averaged} of {plural(len(runs), 'run')} compared."
     page.write(heading)
-    for note in notes:
+    for note in study.notes:
         print(f"note: {note}")
     print(f"{heading} Open {args.out / 'index.html'}")
 

@@ -108,7 +108,7 @@ def check_compiler() -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        fail("--compile needs a C++ compiler and found none; install one (Debian: g++), or set CXX, or drop --compile")
+        fail("--compile needs a C++ compiler and found none; install one (Debian: g++), set CXX, or drop --compile")
 
 
 @torch.no_grad()

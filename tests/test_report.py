@@ -7,18 +7,36 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from rliable import metrics
-from torch.utils.tensorboard import SummaryWriter
 
 import report
-from tests.conftest import ROOT, TINY, load, scalars
+from sdar_utils.logs import append_row, evaluation_row
+from sdar_utils.tables import markdown
+from tests.conftest import ROOT, evaluations, load, train
 
 TASK = "tests.tasks:Ending-v0"  # its random return is 0 + 1 + 2 + 3 + 4 whatever is done
+
+
+def summary(value: float, apr: tuple[float, ...], afr: float) -> dict[str, Any]:
+    """What sdar_utils.evaluation.summarise says of an evaluation."""
+    return {
+        "episodes": 10,
+        "return": value,
+        "return_standard_error": 0.5,
+        "length": value,
+        "decisions_per_step": 0.5,
+        "repeat_rate": 0.5,
+        "apr": sum(apr) / len(apr),
+        "afr": 2 * afr,
+        "afr_per_dim": afr,
+        "apr_dim": list(apr),
+    }
 
 
 def make_run(
@@ -33,28 +51,24 @@ def make_run(
     name: str | None = None,
     **settings,
 ) -> Path:
-    """A run directory as the scripts leave it, with evaluations of our choosing; a second takes 10 steps."""
+    """A run directory as the scripts leave it, with evaluations of our choosing; a second takes 10 steps.
+
+    Stochastic play has a return lower by 1 and rates twice as high.
+    """
     returns = {0: 10.0, 50: 20.0, 100: 30.0} if returns is None else returns
     directory = runs / (name or f"{task}__{settings.get('exp_name', script)}__{seed}")
     directory.mkdir(parents=True)
     values = {"exp_name": script, "env_id": task, "seed": seed, "total_timesteps": budget, "hidden_dim": 16, **settings}
     (directory / "args.json").write_text(json.dumps({"args": values, "script": script, "commit": "0123456789abcdef"}))
-    with SummaryWriter(directory) as writer:
-        for step, value in returns.items():
-            for tag in ("return", "return_stochastic", "length"):
-                writer.add_scalar(f"eval/{tag}", value, step)
-            writer.add_scalar("eval/apr", sum(apr) / len(apr), step)
-            for i, rate in enumerate(apr):
-                writer.add_scalar(f"eval/apr_dim_{i}", rate, step)
-            writer.add_scalar("eval/afr", 2 * afr, step)
-            writer.add_scalar("eval/afr_per_dim", afr, step)
-            writer.add_scalar("charts/seconds", step / 10, step)
-            writer.add_scalar("losses/qf_loss", 0.0, step)
+    for step, value in returns.items():
+        stochastic = summary(value - 1, tuple(2 * rate for rate in apr), 2 * afr)
+        row = evaluation_row({"greedy": summary(value, apr, afr), "stochastic": stochastic})
+        append_row(directory / "evaluations.csv", {"step": step, "seconds": f"{step / 10:.3f}", **row})
     return directory
 
 
-def build(runs: Path, out: Path, **values) -> Path:
-    report.main(report.Args(runs_dirs=(runs,), out=out, bootstrap=50, workers=1, **values))
+def build(*paths: Path, out: Path, **values) -> Path:
+    report.main(report.Args(paths=paths, out=out, bootstrap=50, **values))
     return out
 
 
@@ -110,7 +124,15 @@ def test_numbers_are_plain_decimals(value, text):
     assert report.number(value) == text
 
 
-# The tables, from event files to CSV, against numbers worked out by hand.
+def test_markdown_tables():
+    assert markdown(["a", "b"], [["x|y", ""], ["1", "2"]]) == "| a | b |\n| --- | --- |\n| x\\|y |  |\n| 1 | 2 |"
+    aligned = "| task |      n |\n| ---- | -----: |\n| Ant  |     -1 |\n| b    | 20 ± 3 |"
+    assert markdown(["task", "n"], [["Ant", "-1"], ["b", "20 ± 3"]], align=True) == aligned
+    assert markdown(["n"], [["1"]], align=True) == "|   n |\n| --: |\n|   1 |"  # a rule of one colon would be none
+    assert markdown(["n", "m"], [], align=True) == "| n   | m   |\n| --- | --- |"
+
+
+# The tables, from evaluations.csv to CSV, against numbers worked out by hand.
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +142,7 @@ def study(tmp_path_factory) -> Path:
     for seed, more in ((1, 0), (2, 4)):
         make_run(root / "runs", "sac_continuous_action", seed, {0: 10, 50: 20 + more, 100: 30 + more}, apr=(1.0, 1.0))
         make_run(root / "runs", "sdar_continuous_action", seed, {0: 10, 50: 40 + more, 100: 50 + more}, apr=(2.0, 6.0))
-    return build(root / "runs", root / "report")
+    return build(root / "runs", out=root / "report")
 
 
 def test_returns_with_standard_errors(study):
@@ -132,6 +154,7 @@ def test_returns_with_standard_errors(study):
     assert float(sac["n_score"]) == pytest.approx(1)
     assert float(sdar["n_score"]) == pytest.approx((52 - 10) / (32 - 10))
     assert (float(sdar["apr"]), float(sdar["afr"]), float(sdar["afr_per_dim"])) == (4, 1, 0.5)
+    assert (float(sdar["apr_stochastic"]), float(sdar["afr_per_dim_stochastic"])) == (8, 1)
     assert (sdar["seeds"], sdar["steps"]) == ("2", "100")
 
 
@@ -171,7 +194,7 @@ def test_aggregates(study):
 
 
 def test_curve_is_the_mean_with_standard_errors(study):
-    (task,), _ = report.choose(report.read_evaluations(study / "evaluations.csv")[0], None)
+    (task,) = report.choose(report.read_evaluations(study / "evaluations.csv")[0], None, [])
     figure, axis = report.plt.subplots()
     report.draw_curves(axis, task, report.palette(["SAC", "SDAR"]), count_seeds=True)
     lines = {line.get_label(): line for line in axis.lines}
@@ -213,8 +236,9 @@ def test_tables_are_there_in_three_formats(study):
         assert {line.count("&") for line in body.splitlines() if "&" in line} == {columns - 1}, name
         assert not re.search(r"(?<!\\)[_%#]|[±∞≥₀]", body), name
     table = (study / "tables" / "table2_return.md").read_text()
-    assert "**52.00 ± 2.00**" in table
-    assert "32.00 ± 2.00" in table
+    assert "| 32.00 ± 2.00 | **52.00 ± 2.00** |" in table
+    assert table.count("|  | APR / AFR | 1.00 / 0.500 | 4.00 / 0.500 |") == 2  # of the task and on average
+    assert table.count("|  | stochastic APR / AFR | 2.00 / 1.000 | 8.00 / 1.000 |") == 2
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
@@ -249,8 +273,9 @@ def test_page_renders_in_a_browser(study, tmp_path):
     assert "52.00 ± 2.00" in shot.stdout
 
 
-def test_same_report_from_its_csv(study, tmp_path):
-    report.main(report.Args(from_csv=(study / "evaluations.csv",), out=tmp_path / "again", bootstrap=50))
+def test_same_report_from_its_csv(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(report.Page, "figure", lambda page, name, figure, caption: report.plt.close(figure))  # slow
+    build(from_csv=(study / "evaluations.csv",), out=tmp_path / "again")
     for path in sorted((study / "tables").glob("*.csv")):
         if path.name != "runs.csv":  # commit and device are only in the runs
             assert (tmp_path / "again" / "tables" / path.name).read_text() == path.read_text(), path.name
@@ -259,8 +284,8 @@ def test_same_report_from_its_csv(study, tmp_path):
 # What must not be averaged.
 
 
-def read(runs: Path, out: Path, **values) -> report.Study:
-    return report.read_study(report.Args(runs_dirs=(runs,), out=out, workers=1, random_episodes=2, **values))
+def read(*paths: Path, **values) -> report.Study:
+    return report.read_study(report.Args(**{"paths": paths, "random_episodes": 2, **values}))
 
 
 def final_return(study: report.Study, algorithm: str = "SDAR") -> float:
@@ -289,7 +314,7 @@ def test_bad_run_is_named_and_left_out(fault, tmp_path):
     make_run(tmp_path / "runs", seed=1)
     make_run(tmp_path / "runs", seed=2)
     make_run(tmp_path / "runs", seed=3, name="the bad one", **about)
-    study = read(tmp_path / "runs", tmp_path / "out")
+    study = read(tmp_path / "runs", out=tmp_path / "out")
     assert any(re.search(rf"the bad one: .*{reason}", note) for note in study.notes)
     assert final_return(study) == 30
     assert seeds(study) == {"SDAR": [1, 2]}
@@ -297,7 +322,7 @@ def test_bad_run_is_named_and_left_out(fault, tmp_path):
 
 def test_unfinished_runs_alone_still_make_a_page(tmp_path):
     make_run(tmp_path / "runs", returns={0: 10, 50: 20}, name="under way")
-    page = (build(tmp_path / "runs", tmp_path / "out") / "index.html").read_text()
+    page = (build(tmp_path / "runs", out=tmp_path / "out") / "index.html").read_text()
     assert "under way: unfinished, at step 50 of 100" in page
     assert 'id="curves"' in page
     assert "table2_return" not in page
@@ -307,7 +332,7 @@ def test_longer_run_is_cut(tmp_path):
     make_run(tmp_path / "runs", seed=1)
     make_run(tmp_path / "runs", seed=2)
     make_run(tmp_path / "runs", seed=3, returns={0: 10, 50: 20, 100: 60, 200: 999}, budget=200, name="long")
-    study = read(tmp_path / "runs", tmp_path / "out")
+    study = read(tmp_path / "runs", out=tmp_path / "out")
     assert "long: longer than the others, cut at step 100 of 200" in study.notes
     assert final_return(study) == 40
 
@@ -315,23 +340,23 @@ def test_longer_run_is_cut(tmp_path):
 def test_max_steps_looks_at_the_beginning_only(tmp_path):
     make_run(tmp_path / "runs", seed=1)
     make_run(tmp_path / "runs", seed=2, returns={0: 10, 50: 40}, budget=1000, name="not finished, but far enough")
-    assert final_return(read(tmp_path / "runs", tmp_path / "out", max_steps=50)) == 30
+    assert final_return(read(tmp_path / "runs", out=tmp_path / "out", max_steps=50)) == 30
 
 
 def test_one_seed_counts_once(tmp_path):
     make_run(tmp_path / "runs", name="first try", returns={0: 0, 100: 999})
     make_run(tmp_path / "runs", name="second try")
-    study = read(tmp_path / "runs", tmp_path / "out")
+    study = read(tmp_path / "runs", out=tmp_path / "out")
     assert "first try: seed 1 again, second try is used" in study.notes
     assert final_return(study) == 30
 
 
 def test_other_settings_are_another_algorithm(tmp_path):
     for seed in (1, 2):
-        make_run(tmp_path / "runs", seed=seed)
+        make_run(tmp_path / "runs", seed=seed, compile=seed == 1)  # which is not a setting
     make_run(tmp_path / "runs", seed=3, name="wide", returns={0: 0, 100: 999}, hidden_dim=256)
     make_run(tmp_path / "runs", seed=4, name="joint", returns={0: 0, 100: 7}, exp_name="sdar_continuous_action-joint")
-    study = read(tmp_path / "runs", tmp_path / "out")
+    study = read(tmp_path / "runs", out=tmp_path / "out")
     assert f"{TASK}, SDAR: settings differ; without a remark it is hidden-dim 16" in study.notes
     assert final_return(study) == 30
     assert final_return(study, "SDAR (hidden-dim 256)") == 999
@@ -343,7 +368,7 @@ def test_missing_seeds_are_named(tmp_path):
         make_run(tmp_path / "runs", seed=seed)
         if seed != 2:
             make_run(tmp_path / "runs", "sac_continuous_action", seed)
-    study = read(tmp_path / "runs", tmp_path / "out")
+    study = read(tmp_path / "runs", out=tmp_path / "out")
     assert f"{TASK}, SAC: 2 seeds, without 2" in study.notes
     assert seeds(study) == {"SAC": [1, 3], "SDAR": [1, 2, 3]}
 
@@ -356,54 +381,157 @@ def test_aggregates_keep_to_what_all_have(tmp_path):
             make_run(tmp_path / "runs", "sac_continuous_action", seed, {0: 30, 100: 40}, task=task)
             make_run(tmp_path / "runs", "sdar_continuous_action", seed, {0: 30, 100: 50}, task=task)
     make_run(tmp_path / "runs", "taac_continuous_action", 1, {0: 30, 100: 60}, task=TASK)
-    study = read(tmp_path / "runs", tmp_path / "out")
-    scores, tasks, notes = report.score_matrices(study.tasks, study.zeros)
-    assert f"{other}: not in the aggregates over tasks, because TAAC has no run there" in notes
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    scores, tasks = report.score_matrices(study.tasks, study.zeros, study.notes)
+    assert f"{other}: not in the aggregates over tasks, because TAAC has no run there" in study.notes
     assert (tasks, {name: matrix.shape for name, matrix in scores.items()}) == (
         [TASK],
         {"SAC": (2, 1), "TAAC": (1, 1), "SDAR": (2, 1)},
     )
     shutil.rmtree(next((tmp_path / "runs").glob("*taac*")))
-    study = read(tmp_path / "runs", tmp_path / "out")
-    scores, tasks, notes = report.score_matrices(study.tasks, study.zeros)
-    assert "SAC: the aggregates use 1 seeds of each task, the fewest that one has" in notes
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    scores, tasks = report.score_matrices(study.tasks, study.zeros, study.notes)
+    assert "SAC: the aggregates use 1 seeds of each task, the fewest that one has" in study.notes
     assert (len(tasks), scores["SDAR"].shape) == (2, (1, 2))
 
 
 def test_sac_no_better_than_random_gives_no_n_score(tmp_path):
     make_run(tmp_path / "runs", "sac_continuous_action", returns={0: 10, 100: 9})
     make_run(tmp_path / "runs", "sdar_continuous_action")
-    study = read(tmp_path / "runs", tmp_path / "out")
-    scores, _, notes = report.score_matrices(study.tasks, study.zeros)
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    scores, _ = report.score_matrices(study.tasks, study.zeros, study.notes)
     assert scores == {}
-    assert notes[0].startswith(f"{TASK}: no n-scores, because")
+    assert study.notes[0].startswith(f"{TASK}: no n-scores, because")
     assert math.isnan(find(report.return_table(study.tasks, study.zeros).records, algorithm="SDAR")["n_score"])
+
+
+def test_infinite_apr(tmp_path):
+    """Who never acts has an APR of ∞: it has a mean and no standard error, and survives the way through the CSV."""
+    for seed in (1, 2):
+        make_run(tmp_path / "runs", seed=seed, apr=(math.inf, 2.0))
+    study = read(as_csv(tmp_path / "runs"), out=tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert ["", "APR / AFR", "∞ / 0.500"] in report.return_table(study.tasks, study.zeros).rows
+        assert report.dimension_table(study.tasks, None).rows[:2] == [["a0", "∞"], ["a1", "2.00 ± 0.00"]]
+
+
+# Runs from several places.
+
+
+def as_csv(runs: Path, without: str = "^$") -> Path:
+    """The evaluations.csv of a report on these runs, without the columns that match."""
+    study = read(runs, out=runs.with_name(f"{runs.name}-report"))
+    for run in study.runs:
+        run.points = {name: column for name, column in run.points.items() if not re.search(without, name)}
+    path = runs.with_suffix(".csv")
+    report.write_evaluations(path, study.runs, study.random_returns)
+    return path
+
+
+def test_folders_and_csvs_make_one_report(tmp_path, monkeypatch):
+    for seed, place in enumerate(("folder", "csv", "older"), start=1):
+        make_run(tmp_path / place, seed=seed, returns={0: 10, 50: 20, 100: 30 * seed}, apr=(2.0,) * seed)
+    older = as_csv(tmp_path / "older", without="(?<!return)_stochastic|episodes|decisions|error")
+    paths = tmp_path / "folder", as_csv(tmp_path / "csv")
+    monkeypatch.setattr(report, "measure_random", None)  # it is in the CSVs
+    study = read(*paths, from_csv=(older,), out=tmp_path / "out")
+    assert (study.notes, seeds(study), final_return(study)) == ([], {"SDAR": [1, 2, 3]}, 60)
+    assert study.random_returns == {TASK: [10, 10]}
+    (rates,) = (row for row in report.return_table(study.tasks, {}).rows[:3] if row[1].startswith("stochastic"))
+    assert rates == ["", "stochastic APR / AFR", "4.00 / 1.000"]  # of the two that have it
+    report.write_evaluations(tmp_path / "merged.csv", study.runs, study.random_returns)
+    again = read(tmp_path / "merged.csv", out=tmp_path / "out")
+    for before, after in zip(study.runs, again.runs, strict=True):
+        assert after.points.keys() == before.points.keys()
+        np.testing.assert_array_equal(list(after.points.values()), [before.points[name] for name in after.points])
+
+
+def test_no_stochastic_rates_no_row(tmp_path):
+    make_run(tmp_path / "runs")
+    study = read(as_csv(tmp_path / "runs", without="_stochastic"), out=tmp_path / "out")
+    titles = [row[1] for row in report.return_table(study.tasks, {}).rows]
+    assert titles == ["return, 1 seed, 100 steps", "APR / AFR", "n-score", "APR / AFR", "*n-score*", "*APR / AFR*"]
+
+
+@pytest.mark.parametrize("further", ["folder", "csv"])
+@pytest.mark.parametrize("other", ["folder", "csv"])
+def test_a_run_given_twice_counts_once(further, other, tmp_path):
+    """As it is where it got further."""
+    make_run(tmp_path / "further", name="twice")
+    make_run(tmp_path / "other", name="twice", returns={0: 10, 50: 20})
+    kinds = {"further": further, "other": other}
+    paths = [tmp_path / name if kind == "folder" else as_csv(tmp_path / name) for name, kind in kinds.items()]
+    for given in (paths, paths[::-1]):
+        study = read(*given, out=tmp_path / "out")
+        assert study.notes == ["twice: given 2 times, the one at step 100 is used"]
+        assert (len(study.runs), final_return(study)) == (1, 30)
+
+
+def test_of_equal_copies_the_folder_is_used(tmp_path):
+    make_run(tmp_path / "runs")
+    (run,) = read(as_csv(tmp_path / "runs"), tmp_path / "runs", out=tmp_path / "out").runs
+    assert run.about["commit"] == "0123456789abcdef"  # which no CSV has
+
+
+def test_the_same_name_with_other_settings_is_another_run(tmp_path):
+    for place, width in (("narrow", 16), ("wide", 256)):
+        make_run(tmp_path / place, name="run", hidden_dim=width)
+    study = read(tmp_path / "narrow", tmp_path / "wide", out=tmp_path / "out")
+    assert seeds(study) == {"SDAR": [1], "SDAR (hidden-dim 256)": [1]}
 
 
 # Files that are not what they should be.
 
 
 @pytest.mark.parametrize("cut", [1, 30])
-def test_truncated_log_keeps_what_is_whole(cut, tmp_path):
+def test_cut_off_line_is_not_used(cut, tmp_path):
+    """Without its newline the last number may have lost digits."""
     make_run(tmp_path / "runs", seed=1)
-    broken = make_run(tmp_path / "runs", seed=2, name="broken")
-    (log,) = broken.glob("events.*")
-    log.write_bytes(log.read_bytes()[:-cut])
-    study = read(tmp_path / "runs", tmp_path / "out")
-    assert any(re.match(r"broken: events\S+ is damaged or cut off at byte", note) for note in study.notes)
+    broken = make_run(tmp_path / "runs", seed=2, returns={0: 10, 50: 20, 100: 999}, name="broken") / "evaluations.csv"
+    broken.write_bytes(broken.read_bytes()[:-cut])
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    assert study.notes == [
+        "broken: evaluations.csv is damaged or cut off at line 4; what comes before is used",
+        "broken: unfinished, at step 50 of 100: left out of averages",
+    ]
     assert final_return(study) == 30
 
 
-def test_flipped_bit_hides_what_follows(tmp_path):
+DAMAGE = {
+    "not a number": lambda line: line.replace(b"50", b"5O", 1),
+    "not text": lambda line: b"\xff\0" + line,
+    "a cell less": lambda line: line.rpartition(b",")[0],
+    "two lines in one": lambda line: line[:10] + line,
+    "an earlier step": lambda line: line.replace(b"50", b"0", 1),
+    "nothing": lambda line: b"",
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_damaged_line_hides_what_follows(fault, tmp_path):
     make_run(tmp_path / "runs", seed=1)
-    broken = make_run(tmp_path / "runs", seed=2, returns={0: 0, 50: 0, 100: 999}, name="broken")
-    (log,) = broken.glob("events.*")
-    contents = bytearray(log.read_bytes())
-    contents[len(contents) // 2] ^= 1
-    log.write_bytes(contents)
-    study = read(tmp_path / "runs", tmp_path / "out")
-    assert any(note.startswith(("broken: unfinished", "broken: no evaluation")) for note in study.notes)
+    broken = make_run(tmp_path / "runs", seed=2, returns={0: 10, 50: 20, 100: 999}, name="broken") / "evaluations.csv"
+    lines = broken.read_bytes().split(b"\n")
+    broken.write_bytes(b"\n".join([*lines[:2], DAMAGE[fault](lines[2]), *lines[3:]]))
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    assert study.notes == [
+        "broken: evaluations.csv is damaged or cut off at line 3; what comes before is used",
+        "broken: unfinished, at step 0 of 100: left out of averages",
+    ]
     assert final_return(study) == 30
+
+
+@pytest.mark.parametrize("contents", ["step,seconds,epi", "a,b\n1,2\n", "\n"])
+def test_damaged_header(contents, tmp_path):
+    make_run(tmp_path / "runs", seed=1)
+    make_run(tmp_path / "runs", seed=2, name="broken").joinpath("evaluations.csv").write_text(contents)
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    assert study.notes == [
+        "broken: evaluations.csv is damaged or cut off at line 1; what comes before is used",
+        "broken: no evaluation yet: left out of averages",
+    ]
+    assert seeds(study) == {"SDAR": [1]}
 
 
 @pytest.mark.parametrize(
@@ -412,16 +540,17 @@ def test_flipped_bit_hides_what_follows(tmp_path):
 def test_damaged_args_are_named(contents, tmp_path):
     make_run(tmp_path / "runs", seed=1)
     make_run(tmp_path / "runs", seed=2, name="broken").joinpath("args.json").write_text(contents)
-    study = read(tmp_path / "runs", tmp_path / "out")
-    assert any(note.startswith("broken: args.json or logs cannot be read") for note in study.notes)
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    assert any(note.startswith("broken: args.json or evaluations.csv cannot be read") for note in study.notes)
     assert seeds(study) == {"SDAR": [1]}
 
 
 def test_half_made_and_foreign_folders(tmp_path):
     make_run(tmp_path / "runs" / "deep" / "er")
     make_run(tmp_path / "runs", seed=2, name=".half-made.123")
-    SummaryWriter(tmp_path / "runs" / "foreign").close()
-    study = read(tmp_path / "runs", tmp_path / "out")
+    (tmp_path / "runs" / "foreign").mkdir()
+    (tmp_path / "runs" / "foreign" / "events.out.tfevents.1").touch()
+    study = read(tmp_path / "runs", out=tmp_path / "out")
     (note,) = study.notes
     assert "foreign has logs but no args.json" in note
     assert seeds(study) == {"SDAR": [1]}
@@ -430,33 +559,23 @@ def test_half_made_and_foreign_folders(tmp_path):
 def test_task_that_is_not_installed(tmp_path):
     for script in ("sac_continuous_action", "sdar_continuous_action"):
         make_run(tmp_path / "runs", script, task="NotHere-v0")
-    out = build(tmp_path / "runs", tmp_path / "out")
-    page = (out / "index.html").read_text()
-    assert "NotHere-v0: no normalised scores, because the random policy cannot be run" in page
-    assert float(find(records(out, "table2_return"), algorithm="SDAR")["return"]) == 30
-    assert "table1_auc" not in page
-
-
-def test_logs_are_read_again_only_when_they_change(tmp_path, monkeypatch):
-    directory = make_run(tmp_path / "runs")
-    opened = []
-    original = report.read_events
-    monkeypatch.setattr(report, "read_events", lambda path: opened.append(path) or original(path))
-    for _ in range(2):
-        read(tmp_path / "runs", tmp_path / "out")
-    assert len(opened) == 1
-    with SummaryWriter(directory) as writer:
-        writer.add_scalar("eval/return", 70, 100)  # logged again by a resumed run: the later one counts
-    study = read(tmp_path / "runs", tmp_path / "out")
-    assert len(opened) == 2
-    assert final_return(study) == 70
+    study = read(tmp_path / "runs", out=tmp_path / "out")
+    (note,) = study.notes
+    assert note.startswith("NotHere-v0: no normalised scores, because the random policy cannot be run: cannot make")
+    assert final_return(study) == 30
+    assert report.auc_scores(study.tasks, study.zeros) == {}
+    assert [row[0] for row in report.dimension_table(study.tasks, None).rows[:2]] == ["a0", "a1"]
 
 
 def test_random_policy_is_measured_once(tmp_path, monkeypatch):
     make_run(tmp_path / "runs")
-    assert read(tmp_path / "runs", tmp_path / "out").random_returns == {TASK: [10, 10]}
-    monkeypatch.setitem(sys.modules, "sdar_continuous_action", None)  # cannot be measured any more
-    assert read(tmp_path / "runs", tmp_path / "out").random_returns == {TASK: [10, 10]}
+    assert read(tmp_path / "runs", out=tmp_path / "out").random_returns == {TASK: [10, 10]}
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "make_env", None)  # cannot be measured any more
+        assert read(tmp_path / "runs", out=tmp_path / "out").random_returns == {TASK: [10, 10]}
+    assert len(read(tmp_path / "runs", out=tmp_path / "out", random_episodes=3).random_returns[TASK]) == 3
+    (tmp_path / "out" / "random_returns.json").write_text("{")
+    assert read(tmp_path / "runs", out=tmp_path / "out").random_returns == {TASK: [10, 10]}
 
 
 # Bad input.
@@ -464,20 +583,30 @@ def test_random_policy_is_measured_once(tmp_path, monkeypatch):
 
 def test_bad_input_says_what_to_do(tmp_path):
     runs = tmp_path / "runs"
-    make_run(runs)
+    run = make_run(runs)
     (tmp_path / "empty").mkdir()
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "index.html").write_text("mine")
-    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    whole = as_csv(runs).read_text()
+    (tmp_path / "cut.csv").write_text(whole[:-20])
+    (tmp_path / "twice.csv").write_text(whole + whole.partition("\n")[2])
+    (tmp_path / "empty.csv").touch()
     cases = [
-        ([], "name the folder with the runs"),
-        ([tmp_path / "nowhere"], "is not a directory"),
-        ([tmp_path / "empty"], "no runs under"),
+        ([], "name a folder with runs"),
+        ([tmp_path / "nowhere"], "cannot read"),
+        ([tmp_path / "empty"], "no runs in"),
         ([runs, "--out", tmp_path / "thesis"], "not an earlier report"),
-        ([runs, "--out", tmp_path / "bad.csv"], "not an earlier report"),
+        ([runs, "--out", tmp_path / "cut.csv"], "not an earlier report"),
         ([runs, "--bootstrap", "0"], "--bootstrap must be at least 1"),
+        ([runs, "--max-steps", "0"], "--max-steps must be at least 1"),
         ([runs, "--dimensions-task", "Ant-v4"], f"has no run here; there are {TASK}"),
-        (["--from-csv", tmp_path / "bad.csv"], "is not an evaluations.csv"),
+        (
+            [run / "evaluations.csv"],
+            "there is no column run); to read a run, name its folder",
+        ),
+        ([runs, tmp_path / "cut.csv"], "is not an evaluations.csv"),
+        (["--from-csv", tmp_path / "twice.csv"], f"the steps of {run.name} do not increase"),
+        (["--from-csv", tmp_path / "empty.csv"], "is not an evaluations.csv"),
         (["--from-csv", tmp_path / "no.csv"], "cannot read"),
     ]
     for words, message in cases:
@@ -487,15 +616,16 @@ def test_bad_input_says_what_to_do(tmp_path):
         assert message in str(stop.value)
         assert "\n" not in str(stop.value)
     assert (tmp_path / "thesis" / "index.html").read_text() == "mine"
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_report_can_be_made_again(tmp_path, monkeypatch):
     make_run(tmp_path / "runs")
-    monkeypatch.setattr(report, "run_table", lambda runs: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(report, "aggregate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "runs", tmp_path / "out")
-    monkeypatch.undo()
-    assert "Runs" in (build(tmp_path / "runs", tmp_path / "out") / "index.html").read_text()
+        build(tmp_path / "runs", out=tmp_path / "out")
+    assert "not finished" in (tmp_path / "out" / "index.html").read_text()
+    read(tmp_path / "runs", out=tmp_path / "out")
 
 
 # The real thing.
@@ -503,26 +633,25 @@ def test_an_interrupted_report_can_be_made_again(tmp_path, monkeypatch):
 
 def test_from_real_runs_to_the_page(tmp_path):
     """Tiny runs of two scripts go through the whole path as a user would take it."""
-    about = {**TINY, "env_id": TASK, "total_timesteps": 60, "eval_every": 30, "runs_dir": str(tmp_path / "runs")}
     for name in ("sdar_continuous_action", "sac_continuous_action"):
-        script = load(name)
-        for seed in (1, 2):
-            script.train(script.Args(**about, seed=seed, run_name=f"{name}-{seed}"))
+        train(load(name), tmp_path / "runs", env_id=TASK, eval_every=30, run_name=name)
     line = [sys.executable, str(ROOT / "report.py"), str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run([*line, "--bootstrap", "50"], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
-    assert "1 task, 2 algorithms, 4 of 4 runs compared" in done.stdout
-    logged = scalars(tmp_path / "runs" / "sdar_continuous_action-1")
+    assert "1 task, 2 algorithms, 2 of 2 runs compared" in done.stdout
     with open(tmp_path / "out" / "evaluations.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["run"] == "sdar_continuous_action-1"]
-    for column, tag in (("return", "eval/return"), ("apr_dim_1", "eval/apr_dim_1"), ("seconds", "charts/seconds")):
-        expected = torch.tensor([value for _, value in logged[tag]])
-        torch.testing.assert_close(torch.tensor([float(row[column]) for row in rows]), expected)
+        rows = [row for row in csv.DictReader(file) if row["run"] == "sdar_continuous_action"]
+    logged = evaluations(tmp_path / "runs" / "sdar_continuous_action")
     assert [int(row["step"]) for row in rows] == [0, 30, 60]
+    for row, expected in zip(rows, logged, strict=True):
+        found = {name: float(row[name] or "nan") for name in expected}
+        assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert "stochastic APR / AFR" in (tmp_path / "out" / "tables" / "table2_return.md").read_text()
 
 
-def test_help_explains_itself():
-    line = [sys.executable, str(ROOT / "report.py"), "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "earlier report there is replaced" in " ".join(done.stdout.replace("│", " ").split())
+def test_help_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        report.tyro.cli(report.Args, args=["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "earlier report there is replaced" in text
+    assert "folders with run directories, at any depth, and evaluations.csv of earlier reports" in text
