@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sweeps algorithms × tasks × seeds and ends with the report: ./benchmark.sh --quick (alone, it explains itself).
-if ((BASH_VERSINFO[0] < 4)); then
-    echo "error: bash 4 or newer is needed, this is $BASH_VERSION (macOS: brew install bash)" >&2
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
+    echo "error: bash 4.4 or newer is needed, this is $BASH_VERSION (macOS: brew install bash)" >&2
     exit 1
 fi
 set -euo pipefail
@@ -17,7 +17,8 @@ Sweeps algorithms × tasks × seeds, as the paper does, and ends with the report
   ./benchmark.sh --algos sdar --label joint --extra-args "--selection joint"
 
 The same command again continues: finished runs are skipped, interrupted ones resumed, nothing is overwritten. Ctrl-C
-stops all runs with a checkpoint (a second one at once). The exit status is 0 when every run is finished.
+stops each run with a checkpoint when its episode ends (a second one at once). The exit status is 0 when every run is
+finished.
 
 What to run (what is not named is as in the paper: 6 algorithms, 11 tasks, 10 seeds):
   --quick               small networks and budgets, in quick/; other options still hold
@@ -38,12 +39,16 @@ Where and how:
   --retries N           how often a failed run is tried again (default: 1)
   --dry-run             print the commands, start nothing and check nothing but the options
 
+On the CPU, new runs are compiled (--compile) if there is a C++ compiler, except with --quick, whose runs are too short
+to win the time back. --extra-args --no-compile turns that off.
+
 On a cluster, instead of --workers and --gpus:
-  --slurm               submit one job array; tasks that are preempted or reach their time limit continue by themselves
+  --slurm               submit one job array; a task that is preempted, or has 5 minutes left, stops with a checkpoint
+                        when its episode ends, and continues by itself when its turn comes again
   --partition NAME  --time LIMIT  --mem SIZE  --gpus-per-task N  --cpus-per-task N  --max-running N
 
 PYTHON=… names the interpreter (default: .venv/bin/python beside this script, else python3); OMP_NUM_THREADS=… the
-threads of a run (default: 1).
+threads of a run (default: 1); CXX=… the C++ compiler (default: g++, on macOS clang++).
 HELP
 }
 
@@ -77,6 +82,8 @@ done <<<"$PAPER"
 QUICK_TASKS=Reacher-v4,Pendulum-v1
 QUICK_STEPS=4000
 QUICK_ARGS=(--hidden-dim 64 --batch-size 64 --learning-starts 500 --eval-every 1000 --eval-episodes 5)
+
+TAKEN=75 # a run's exit status when another process has its directory (sdar_utils/run.py)
 
 # --- options ---
 
@@ -112,8 +119,9 @@ is_count() { # VALUE MINIMUM
     [[ $1 =~ ^(0|[1-9][0-9]{0,17})$ ]] && (($1 >= $2))
 }
 
-split() { # --option LIST: the entries of a comma-separated list, in $entries
+split() { # --option LIST NAME: puts the entries of a comma-separated list into the array NAME
     local entry
+    local -n entries=$3
     declare -A seen=()
     IFS=, read -ra entries <<<"$2"
     ((${#entries[@]})) || fail "$1 is empty"
@@ -127,61 +135,48 @@ split() { # --option LIST: the entries of a comma-separated list, in $entries
 absolute() { [[ $1 == /* ]] && echo "$1" || echo "$PWD/$1"; }
 
 find_python() {
-    if [[ -n ${PYTHON:-} ]]; then
-        python=$PYTHON
-    elif [[ -x $ROOT/.venv/bin/python ]]; then
-        python=$ROOT/.venv/bin/python
-    else
-        python=python3
-    fi
-    python=$(type -P "$python") ||
+    python=$ROOT/.venv/bin/python
+    [[ -x $python ]] || python=python3
+    python=$(type -P "${PYTHON:-$python}") ||
         fail "there is no Python at '${PYTHON:-python3}'; make train sets one up, or name it with PYTHON=…"
     python=$(absolute "$python")
 }
 
+algo_list=() task_list=() seed_list=() gpu_list=() extra_list=()
+
 check_options() {
-    local number entry name
+    local entry name words
     [[ -n $preset$algos$tasks ]] || fail "what to run? Name --quick, --paper, --algos or --tasks"
     for name in partition time mem gpus_per_task cpus_per_task max_running; do
         [[ -n $slurm || -z ${!name} ]] || fail "--${name//_/-} is for --slurm only"
     done
     [[ -z $slurm || -z $workers$gpus ]] ||
         fail "--workers and --gpus are for this machine; with --slurm, name --max-running and --gpus-per-task"
-    for name in workers total_timesteps cpus_per_task max_running; do
+    for name in workers total_timesteps gpus_per_task cpus_per_task max_running; do
         [[ -z ${!name} ]] || is_count "${!name}" 1 ||
             fail "--${name//_/-} must be a whole number of at least 1, not '${!name}'"
     done
-    for name in retries gpus_per_task; do
-        [[ -z ${!name} ]] || is_count "${!name}" 0 ||
-            fail "--${name//_/-} must be a whole number, not '${!name}'"
-    done
+    is_count "$retries" 0 || fail "--retries must be a whole number, not '$retries'"
     [[ -z $label || $label =~ ^[A-Za-z0-9._-]+$ ]] ||
         fail "--label '$label' may have letters, digits, dots and dashes only"
 
-    gpu_list=()
     if [[ -n $gpus ]]; then
-        split --gpus "$gpus"
-        gpu_list=("${entries[@]}")
+        split --gpus "$gpus" gpu_list
+        workers=${workers:-${#gpu_list[@]}}
     fi
-    if [[ -z $workers && -n $gpus ]]; then
-        workers=${#gpu_list[@]}
-    elif [[ -z $workers ]]; then
-        workers=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    fi
+    workers=${workers:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
 
     if [[ $preset == --quick ]]; then
         tasks=${tasks:-$QUICK_TASKS} seeds=${seeds:-2} total_timesteps=${total_timesteps:-$QUICK_STEPS}
-        runs_dir=${runs_dir:-quick/runs} report_dir=${report_dir:-quick/report}
+        runs_dir=${runs_dir:-quick/runs} report_dir=${report_dir:-quick/report} extra_list=("${QUICK_ARGS[@]}")
     fi
     runs_dir=$(absolute "${runs_dir:-runs}") report_dir=$(absolute "${report_dir:-report}")
 
-    split --algos "${algos:-$ALGOS}"
-    algo_list=("${entries[@]}")
+    split --algos "${algos:-$ALGOS}" algo_list
     for entry in "${algo_list[@]}"; do
         [[ -n ${SCRIPT[$entry]:-} ]] || fail "--algos: there is no '$entry'; choose from $ALGOS"
     done
-    split --tasks "${tasks:-$(cut -d ' ' -f 1 <<<"$PAPER" | paste -s -d , -)}"
-    task_list=("${entries[@]}")
+    split --tasks "${tasks:-$(cut -d ' ' -f 1 <<<"$PAPER" | paste -s -d , -)}" task_list
     for entry in "${task_list[@]}"; do
         [[ -n ${total_timesteps:-${BUDGET[$entry]:-}} ]] ||
             fail "$entry is not one of the paper's tasks and has no budget; name --total-timesteps"
@@ -189,21 +184,16 @@ check_options() {
     seeds=${seeds:-10}
     if [[ $seeds != *,* ]]; then
         is_count "$seeds" 1 || fail "--seeds must be how many, or a list as in 1,2,5; not '$seeds'"
-        seed_list=()
-        for ((number = 1; number <= seeds; number++)); do seed_list+=("$number"); done
-    else
-        split --seeds "${seeds%,}"
-        seed_list=("${entries[@]}")
-        for entry in "${seed_list[@]}"; do
-            is_count "$entry" 0 || fail "--seeds: '$entry' is no seed"
-        done
+        seeds=$(seq -s , "$seeds")
     fi
+    split --seeds "${seeds%,}" seed_list
+    for entry in "${seed_list[@]}"; do
+        is_count "$entry" 0 || fail "--seeds: '$entry' is no seed"
+    done
 
     find_python
-    extra_list=()
-    [[ $preset == --quick ]] && extra_list=("${QUICK_ARGS[@]}")
+    report=("$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir")
     if [[ -n $extra_args ]]; then
-        local words
         words=$("$python" -c 'import shlex, sys
 print(*shlex.split(sys.argv[1]), sep="\n")' "$extra_args" 2>/dev/null) ||
             fail "--extra-args: the quotes in '$extra_args' do not match"
@@ -216,6 +206,22 @@ print(*shlex.split(sys.argv[1]), sep="\n")' "$extra_args" 2>/dev/null) ||
             esac
             extra_list+=("$entry")
         done <<<"$words"
+    fi
+    decide_on_compiling
+}
+
+on_gpus() { [[ -n $gpus$gpus_per_task ]]; }
+
+decide_on_compiling() { # in $compile; what to say about it in $note
+    local compiler=g++ # what torch looks for, and how: torch._inductor.cpp_builder
+    [[ $OSTYPE != darwin* ]] || compiler=clang++
+    compile='' note=''
+    if on_gpus || [[ $preset == --quick || " ${extra_list[*]} " =~ " --"(no-)?"compile " ]]; then
+        return
+    elif "${CXX-$compiler}" --version >/dev/null 2>&1; then
+        compile=yes note="C++ compiler found: new runs are compiled (--extra-args --no-compile turns that off)"
+    else
+        note="no C++ compiler found: new runs are not compiled and take longer; install one (Debian: g++) or set CXX"
     fi
 }
 
@@ -239,58 +245,66 @@ list_runs() {
 
 experiment() { echo "${SCRIPT[$1]}${label:+-$label}"; }
 
-make_command() { # RUN: the command that starts it, in $words
-    local algo=${run_algo[$1]} task=${run_task[$1]}
-    words=("$python" "$ROOT/${SCRIPT[$algo]}.py" --env-id "$task" --seed "${run_seed[$1]}"
-        --total-timesteps "${run_steps[$1]}" --exp-name "$(experiment "$algo")" --run-name "${run_name[$1]}"
-        --runs-dir "$runs_dir")
-    [[ $algo == nrep ]] && words+=(--repeat "${REPEAT[$task]:-4}")
-    if [[ -n $gpus || ${gpus_per_task:-0} != 0 ]]; then words+=(--cuda); else words+=(--no-cuda); fi
-    [[ -n $track ]] && words+=(--track)
-    words+=(${extra_list[@]+"${extra_list[@]}"})
-}
+is_begun() { [[ -d $runs_dir/$1 ]]; } # NAME
 
 is_finished() { [[ -e $runs_dir/$1/agent.pt ]]; } # NAME
 
-resume_if_begun() { # NAME: adds --resume to $words
-    if [[ -d $runs_dir/$1 ]]; then words+=(--resume); fi
+make_command() { # RUN: the command that starts or continues it, in $words
+    local algo=${run_algo[$1]} task=${run_task[$1]} name=${run_name[$1]}
+    words=("$python" "$ROOT/${SCRIPT[$algo]}.py" --env-id "$task" --seed "${run_seed[$1]}"
+        --total-timesteps "${run_steps[$1]}" --exp-name "$(experiment "$algo")" --run-name "$name"
+        --runs-dir "$runs_dir")
+    [[ $algo != nrep ]] || words+=(--repeat "${REPEAT[$task]:-4}")
+    if on_gpus; then words+=(--cuda); else words+=(--no-cuda); fi
+    [[ -z $track ]] || words+=(--track)
+    if is_begun "$name"; then
+        words+=(--resume) # which remembers whether the run is compiled
+    elif [[ -n $compile ]]; then
+        words+=(--compile)
+    fi
+    words+=("${extra_list[@]}")
 }
 
 # What only Python knows, before hundreds of runs fail: that the packages, GPUs and tasks are there, that each algorithm
 # takes its options, and that the runs that exist, finished ones too, were started with the same ones.
 CHECK='
-import importlib, json, sys
+import importlib, sys
 from pathlib import Path
 
 root, gpus, tasks = sys.argv[1:]
 sys.path[0] = root
+commands = [record.split("\0") for record in sys.stdin.read().split("\0\n\0")[:-1]]
 try:
     import torch, tyro
-    import sac_continuous_action as any_script
+    from sdar_utils.envs import make_env
+    from sdar_utils.options import check_same_options, stored_options
+    modules = {script: importlib.import_module(Path(script).stem) for _, script, *_ in commands}
 except ImportError as error:
     sys.exit(f"error: {sys.executable} does not do ({error}); make train sets one up, or name another with PYTHON=…")
 found = torch.cuda.device_count()
 if gpus and found != len(gpus.split(",")):
     sys.exit(f"error: --gpus {gpus}: PyTorch sees {found} of these here; without --gpus the CPU is used")
 for task in tasks.split(","):
-    any_script.make_env(task).close()
-seen = set()
-for record in sys.stdin.read().split("\0\n\0")[:-1]:
-    _, script, *words = record.split("\0")
-    module = importlib.import_module(Path(script).stem)
+    make_env(task).close()
+checked = set()
+for _, script, *words in commands:
     directory = Path(words[words.index("--runs-dir") + 1]) / words[words.index("--run-name") + 1]
-    if directory.exists() or module not in seen:
-        seen.add(module)
+    if script in checked and not directory.exists():
+        continue
+    checked.add(script)
+    try:
+        args = tyro.cli(modules[script].Args, args=words)
+    except SystemExit:
+        sys.exit(f"error: --extra-args do not fit {Path(script).name}")
+    modules[script].check_args(args)
+    if directory.exists():
         try:
-            args = tyro.cli(module.Args, args=words)
-        except SystemExit:
-            sys.exit(f"error: --extra-args do not fit {module.__name__}.py")
-        module.check_args(args)
-        if directory.exists():
-            try:
-                module.check_same_options(args, module.stored_options(args), directory)
-            except SystemExit as error:
-                sys.exit(f"{error} (for a sweep: --label or another --runs-dir)")
+            stored = stored_options(args)
+            if not {"--compile", "--no-compile"} & {*words}:  # then a run keeps what it has
+                args.compile = stored["compile"]
+            check_same_options(args, stored, directory)
+        except SystemExit as error:
+            sys.exit(f"{error} (for a sweep: --label or another --runs-dir)")
 '
 
 check_in_python() {
@@ -300,15 +314,6 @@ check_in_python() {
         make_command "$run"
         printf '%s\0' "${words[@]}" $'\n'
     done | env ${gpus:+"CUDA_VISIBLE_DEVICES=$gpus"} "$python" -c "$CHECK" "$ROOT" "$gpus" "$task_names" || exit 1
-}
-
-is_busy() { # LOG: whether the run failed because another process has it
-    tail -n 1 "$1" | grep -qE \
-        'is being written by another process|exists; continue it with --resume|run directory .*(not empty|File exists)'
-}
-
-make_report() {
-    "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir"
 }
 
 # --- on this machine ---
@@ -325,40 +330,18 @@ quoted() { # WORDS…: as they can be pasted into a shell
     echo "${line% }"
 }
 
-print_commands() {
-    local run worker=0
-    for run in "${!run_name[@]}"; do
-        if is_finished "${run_name[$run]}"; then
-            echo "# finished: ${run_name[$run]}"
-            continue
-        fi
-        make_command "$run"
-        resume_if_begun "${run_name[$run]}"
-        make_environment "$worker"
-        quoted "${environment[@]}" "${words[@]}"
-        worker=$(((worker + 1) % workers))
-    done
-}
-
-# What the workers are doing: process, run and start of each; and the sweep's books.
-pid=() current=() began=() tries=() queue=()
+# What the workers are doing: process, run, start, and whether it is the run's first; and the sweep's books.
+pid=() current=() began=() fresh=() tries=() queue=()
 done_count=0 failed=() busy=()
 timed_seconds=0 timed_steps=0 # of runs that went from their first step to their last here
 signals=0 forwarded=0 last_signal=''
-declare -A fresh=()
 
 start_run() { # WORKER RUN
-    local name=${run_name[$2]} log
-    log=$runs_dir/.logs/$name.log
-    if is_finished "$name"; then # by another process meanwhile
-        done_count=$((done_count + 1))
-        return
-    fi
+    local log=$runs_dir/.logs/${run_name[$2]}.log
     make_command "$2"
-    fresh[$2]=yes
-    [[ ! -d $runs_dir/$name ]] || fresh[$2]=''
-    resume_if_begun "$name"
     make_environment "$1"
+    fresh[$1]=yes
+    ! is_begun "${run_name[$2]}" || fresh[$1]=''
     echo "\$ $(quoted "${environment[@]}" "${words[@]}")" >>"$log"
     set -m # a process group of its own: Ctrl-C in the terminal must reach the runs through us, and once only
     env "${environment[@]}" "${words[@]}" >>"$log" 2>&1 </dev/null &
@@ -368,33 +351,23 @@ start_run() { # WORKER RUN
 }
 
 end_run() { # WORKER, whose process is gone
-    local run=${current[$1]} name log
-    name=${run_name[$run]} log=$runs_dir/.logs/$name.log
-    wait "${pid[$1]}" 2>/dev/null || true # what counts is whether the agent is there
+    local run=${current[$1]} name status=0
+    name=${run_name[$run]}
+    wait "${pid[$1]}" 2>/dev/null || status=$?
     unset "pid[$1]" "current[$1]"
     if is_finished "$name"; then
         done_count=$((done_count + 1))
-        if [[ -n ${fresh[$run]} ]]; then
+        if [[ -n ${fresh[$1]} ]]; then
             timed_seconds=$((timed_seconds + SECONDS - began[$1])) timed_steps=$((timed_steps + run_steps[run]))
         fi
-    elif is_busy "$log"; then
+    elif ((status == TAKEN)); then
         busy+=("$name")
     elif ((signals)); then
         : # it was asked to stop
     elif ((tries[run] <= retries)); then
-        queue=("$run" ${queue[@]+"${queue[@]}"})
+        queue=("$run" "${queue[@]}")
     else
         failed+=("$name")
-    fi
-}
-
-duration() { # SECONDS
-    if (($1 >= 86400)); then
-        printf '%dd%02dh' $(($1 / 86400)) $(($1 % 86400 / 3600))
-    elif (($1 >= 3600)); then
-        printf '%dh%02dm' $(($1 / 3600)) $(($1 % 3600 / 60))
-    else
-        printf '%dm%02ds' $(($1 / 60)) $(($1 % 60))
     fi
 }
 
@@ -402,14 +375,15 @@ duration() { # SECONDS
 eta() {
     local run worker left=0 rest
     ((timed_steps)) || return 0
-    for run in ${queue[@]+"${queue[@]}"}; do
+    for run in "${queue[@]}"; do
         left=$((left + run_steps[run] * timed_seconds / timed_steps))
     done
-    for worker in ${current[@]+"${!current[@]}"}; do
+    for worker in "${!current[@]}"; do
         rest=$((run_steps[current[worker]] * timed_seconds / timed_steps - SECONDS + began[worker]))
         left=$((left + (rest > 0 ? rest : 0)))
     done
-    echo ", about $(duration $((left / workers))) to go"
+    left=$((left / workers))
+    printf ', about %dh%02dm to go' $((left / 3600)) $((left % 3600 / 60))
 }
 
 last_status=''
@@ -429,9 +403,9 @@ forward_signals() {
     local worker
     ((signals > forwarded)) || return 0
     [[ ! -t 1 ]] || echo
-    ((forwarded)) || echo "stopping: ${#pid[@]} runs write their checkpoints"
+    ((forwarded)) || echo "stopping: ${#pid[@]} runs finish their episodes and write checkpoints"
     forwarded=$signals
-    for worker in ${pid[@]+"${!pid[@]}"}; do
+    for worker in "${!pid[@]}"; do
         kill -TERM "${pid[$worker]}" 2>/dev/null || true
     done
 }
@@ -456,10 +430,10 @@ run_here() {
             if [[ -n ${pid[$worker]:-} ]] && ! kill -0 "${pid[$worker]}" 2>/dev/null; then
                 end_run "$worker"
             fi
-            while [[ -z ${pid[$worker]:-} ]] && ((${#queue[@]} && !signals)); do
-                run=${queue[0]} queue=("${queue[@]:1}")
-                start_run "$worker" "$run"
-            done
+            if [[ -z ${pid[$worker]:-} ]] && ((${#queue[@]} && !signals)); then
+                start_run "$worker" "${queue[0]}"
+                queue=("${queue[@]:1}")
+            fi
         done
         show_status
         ((${#pid[@]})) || break
@@ -471,12 +445,12 @@ run_here() {
         echo "stopped; to continue:$command_line" >&2
         exit $((128 + last_signal))
     fi
-    ((done_count == 0)) || make_report || fail "the report could not be made"
-    for name in ${failed[@]+"${failed[@]}"}; do
+    ((done_count == 0)) || "${report[@]}" || fail "the report could not be made"
+    for name in "${failed[@]}"; do
         echo "failed: $name; the end of $runs_dir/.logs/$name.log:"
         tail -n 5 "$runs_dir/.logs/$name.log" | sed 's/^/    /'
     done >&2
-    for name in ${busy[@]+"${busy[@]}"}; do
+    for name in "${busy[@]}"; do
         echo "busy: another process is writing $runs_dir/$name"
     done >&2
     ((${#failed[@]} + ${#busy[@]} == 0)) || exit 1
@@ -486,21 +460,15 @@ run_here() {
 
 # The tasks file has a line for each run: its name and its command, quoted. Job array index i is line i + 1.
 
-print_job() { # TASKS_FILE
-    echo '#!/usr/bin/env bash'
-    echo "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
-    echo "exec $(quoted "$ROOT/benchmark.sh" --slurm-task "$1" --runs-dir "$runs_dir" --retries "$retries")"
-}
-
 make_submission() { # TASKS_FILE NUMBER: in $words
     words=(sbatch --parsable --job-name=sdar-benchmark "--array=0-$(($2 - 1))${max_running:+%$max_running}" --requeue
-        --signal=B:USR1@120 --open-mode=append "--output=${1//%/%%}.%a.out" --ntasks=1
+        --signal=B:USR1@300 --open-mode=append "--output=${1//%/%%}.%a.out" --ntasks=1
         "--cpus-per-task=${cpus_per_task:-1}")
     [[ -z $partition ]] || words+=("--partition=$partition")
     [[ -z $time ]] || words+=("--time=$time")
     [[ -z $mem ]] || words+=("--mem=$mem")
-    [[ ${gpus_per_task:-0} == 0 ]] || words+=("--gpus-per-task=$gpus_per_task")
-    words+=("${1%.tasks}.sh")
+    [[ -z $gpus_per_task ]] || words+=("--gpus-per-task=$gpus_per_task")
+    words+=("$ROOT/benchmark.sh" --slurm-task "$1" --runs-dir "$runs_dir" --retries "$retries")
 }
 
 # Names of the runs that an earlier submission has in the queue or running.
@@ -519,6 +487,7 @@ list_queued() {
 
 submit() {
     local run tasks_file queued limit job number lines=()
+    make_environment 0
     type -P sbatch >/dev/null || fail "there is no sbatch here; --slurm is for a cluster's login node"
     mkdir -p "$runs_dir/.sweeps" "$runs_dir/.logs" || fail "cannot write to --runs-dir $runs_dir"
     queued=$(list_queued) || exit 1
@@ -526,12 +495,12 @@ submit() {
         is_finished "${run_name[$run]}" && done_count=$((done_count + 1)) && continue
         grep -qxF -e "$(quoted "${run_name[$run]}")" <<<"$queued" && continue
         make_command "$run"
-        lines+=("$(quoted "${run_name[$run]}" "${words[@]}")")
+        lines+=("$(quoted "${run_name[$run]}" env "${environment[@]}" "${words[@]}")")
     done
     number=${#lines[@]}
     if ((number == 0)); then
         echo "nothing to submit: $done_count of ${#run_name[@]} runs are finished, the others queued or running"
-        ((done_count < ${#run_name[@]})) || make_report
+        ((done_count < ${#run_name[@]})) || "${report[@]}"
         return
     fi
     limit=$(scontrol show config | sed -n 's/^MaxArraySize *= *//p')
@@ -539,7 +508,6 @@ submit() {
         fail "$number runs are more than this cluster's job arrays hold ($limit, MaxArraySize); choose fewer --seeds"
     tasks_file=$runs_dir/.sweeps/$(date +%Y%m%d-%H%M%S)-$$.tasks
     printf '%s\n' "${lines[@]}" >"$tasks_file"
-    print_job "$tasks_file" >"${tasks_file%.tasks}.sh"
     make_submission "$tasks_file" "$number"
     job=$("${words[@]}") || fail "sbatch refused; nothing was submitted"
     job=${job%%;*}
@@ -549,29 +517,29 @@ submitted $number runs as job array $job ($done_count of ${#run_name[@]} are fin
 watch:   squeue --array --job $job
          tail -f $(quoted "$runs_dir")/.logs/*.log
 cancel:  scancel $job    (the same command submits what is left)
-report:  $(quoted "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir")
+report:  $(quoted "${report[@]}")
 SUBMITTED
 }
 
 # One task of the array, on its node. Slurm ends a job with SIGTERM when it is preempted, requeued or cancelled, and
-# announces its time limit with SIGUSR1. Whichever it is, the run is asked for a checkpoint.
+# announces its time limit with SIGUSR1, early enough for an episode to end. Whichever it is, the run is asked to stop.
 run_slurm_task() {
-    local log index=${SLURM_ARRAY_TASK_ID:?} try began_at
+    local line name command log checkpoint before try status index=${SLURM_ARRAY_TASK_ID:?}
     local job=${SLURM_ARRAY_JOB_ID}_$index # not SLURM_JOB_ID: that of one task is also the whole array's
     mapfile -t -s "$index" -n 1 line <"$slurm_task"
-    eval "words=(${line[0]})"
-    name=${words[0]} log=$runs_dir/.logs/${words[0]}.log
-    command=("${words[@]:1}")
+    eval "command=(${line[0]})"
+    name=${command[0]} command=("${command[@]:1}")
+    log=$runs_dir/.logs/$name.log checkpoint=$runs_dir/$name/checkpoint.pt
+    before=$(written "$checkpoint")
     trap 'signals=$((signals + 1)) last_signal=USR1' USR1
     trap 'signals=$((signals + 1)) last_signal=TERM' TERM
     for ((try = 0; try <= retries && signals == 0; try++)); do
         words=("${command[@]}")
-        resume_if_begun "$name"
+        ! is_begun "$name" || words+=(--resume) # twice if it was begun when it was submitted: no harm
         echo "\$ $(quoted "${words[@]}")" >>"$log"
-        began_at=$(wc -c <"$log")
         "${words[@]}" >>"$log" 2>&1 </dev/null &
-        pid=$!
-        wait "$pid" 2>/dev/null || true # until it ends, or a signal comes
+        pid=$! status=0
+        wait "$pid" 2>/dev/null || status=$? # until it ends, or a signal comes
         # SIGINT, because Slurm may have sent its SIGTERM to the whole tree or only to this shell, as the site has it,
         # and a second SIGTERM would end the run without a checkpoint. SIGINT may be repeated: in the background of a
         # script a process begins by ignoring it, and the run heeds one between its start and its end.
@@ -579,7 +547,7 @@ run_slurm_task() {
             sleep 1 || true
         done
         ! is_finished "$name" || exit 0
-        ! is_busy "$log" || fail "another process is writing $runs_dir/$name"
+        ((status != TAKEN)) || fail "another process is writing $runs_dir/$name"
     done
     ((signals)) || fail "$name failed; see $log"
 
@@ -587,34 +555,35 @@ run_slurm_task() {
     # time limit, or that is preempted with a grace time, would just end.
     trap '' TERM USR1
     if [[ $(squeue --noheader --job="$job" --format=%T) == RUNNING ]]; then
-        [[ $last_signal == TERM ]] || made_progress "$log" "$began_at" ||
-            fail "$name made no progress before the time limit; give it a longer --time"
+        [[ $last_signal == TERM || $(written "$checkpoint") != "$before" ]] ||
+            fail "$name wrote no checkpoint before its time limit; give it a longer --time"
         echo "$(date): $name goes back to the queue"
         scontrol requeue "$job"
     fi
     exit 143
 }
 
-made_progress() { # LOG OFFSET: whether what was logged since then got any further
-    local from to
-    from=$(tail -c "+$(($2 + 1))" "$1" | sed -n 's/^resuming .* at step \([0-9,]*\)$/\1/p' | tr -d ,)
-    to=$(tail -c "+$(($2 + 1))" "$1" | sed -n 's/^stopped at step \([0-9,]*\);.*/\1/p' | tr -d ,)
-    ((${to:-0} > ${from:-0}))
-}
+written() { stat -c %y "$1" 2>/dev/null || true; } # FILE: when, or nothing
 
 # --- the sweep ---
 
 print_sweep() {
-    local tasks_file=$runs_dir/.sweeps/TIME.tasks
-    print_commands
+    local run worker=0
+    [[ -z $note ]] || echo "# $note"
+    for run in "${!run_name[@]}"; do
+        is_finished "${run_name[$run]}" && echo "# finished: ${run_name[$run]}" && continue
+        make_command "$run"
+        make_environment "$worker"
+        quoted "${environment[@]}" "${words[@]}"
+        worker=$(((worker + 1) % workers))
+    done
     if [[ -n $slurm ]]; then
-        echo "# as one job array, without the runs that are finished or queued; TIME.sh is"
-        print_job "$tasks_file" | sed 's/^/#     /'
-        make_submission "$tasks_file" "${#run_name[@]}"
+        echo "# as one job array, without the runs that are finished or queued"
+        make_submission "$runs_dir/.sweeps/TIME.tasks" "${#run_name[@]}"
         quoted "${words[@]}"
     fi
     echo "# when all are finished"
-    quoted "$python" "$ROOT/report.py" "$runs_dir" --out "$report_dir"
+    quoted "${report[@]}"
 }
 
 main() {
@@ -628,6 +597,7 @@ main() {
         exit
     fi
     check_in_python
+    [[ -z $note ]] || echo "$note"
     if [[ -n $slurm ]]; then
         submit
     else

@@ -1,10 +1,12 @@
 """benchmark.sh: the matrix it prints, and sweeps that fail, stop and continue, with real and make-believe runs."""
 
-import fcntl
+import dataclasses
 import itertools
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 import torch
 import tyro
 
+from sdar_utils.run import TAKEN
 from tests.conftest import ROOT, SCRIPTS, TINY, load, options, snapshot, weights
 
 TASKS = {  # steps and the n of N-Rep
@@ -31,18 +34,19 @@ TASKS = {  # steps and the n of N-Rep
     "Pusher-v5": (500_000, 4),
     "Reacher-v4": (100_000, 2),
 }
-SMALL = shlex.join(options(**{name: value for name, value in TINY.items() if name != "cuda"}, eval_every=0))
+SMALL = {**TINY, "compile": False, "eval_every": 10_000}  # evaluated at step 0, by which a test sees that it has begun
+EXTRA = shlex.join(options(**{name: value for name, value in SMALL.items() if name != "cuda"}))
 
 # Takes a second's fraction instead of four: makes the agent.pt, or does what the file `behave` beside it says.
 MAKE_BELIEVE = """#!/usr/bin/env bash
 [[ $1 == -c ]] && exec cat >/dev/null
 here=$(dirname "$0") script=$(basename "$1" .py)
 [[ $script == report ]] && { echo "report $*"; exit; }
+echo "$script $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS $*" >>"$here/started"
 while [[ $1 != --run-name ]]; do shift; done
 name=$2
 while [[ $1 != --runs-dir ]]; do shift; done
 directory=$2/$name
-echo "$script $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS ${*: -1}" >>"$here/started"
 mkdir -p "$directory"
 [[ ! -e $here/behave ]] || source "$here/behave"
 touch "$directory/agent.pt"
@@ -54,7 +58,7 @@ def place(tmp_path) -> Path:
     """A directory with odd characters and all that a sweep needs, where report.py only says its arguments."""
     place = tmp_path / 'it\'s 50% $HOME & "ü"'
     place.mkdir()
-    for name in ("benchmark.sh", "tests", *(f"{script}.py" for script in SCRIPTS)):
+    for name in ("benchmark.sh", "sdar_utils", "tests", *(f"{script}.py" for script in SCRIPTS)):
         (place / name).symlink_to(ROOT / name)
     (place / "report.py").write_text("import sys\nprint('report', *sys.argv[1:], sep='|')\n")
     (place / "python").write_text(MAKE_BELIEVE)
@@ -82,9 +86,9 @@ def sweep(place: Path, *words: str, expect: int = 0, **more: str) -> subprocess.
     return subprocess.CompletedProcess(words, process.returncode, out, error)
 
 
-def printed_commands(*words: str) -> list[list[str]]:
+def printed_commands(*words: str, place: Path = ROOT, **env: str) -> list[list[str]]:
     """The command lines of a dry run, as a shell would read them; the last one is the report's."""
-    out = sweep(ROOT, *words, "--dry-run").stdout
+    out = sweep(place, *words, "--dry-run", **env).stdout
     return [shlex.split(line) for line in out.splitlines() if not line.startswith("#")]
 
 
@@ -174,6 +178,7 @@ def test_gpus_in_turn():
         ("--paper --seeds 1,x", "'x' is no seed"),
         ("--paper --workers 0", "--workers must be a whole number of at least 1"),
         ("--paper --total-timesteps 1e6", "--total-timesteps must be a whole number"),
+        ("--paper --slurm --gpus-per-task 0", "--gpus-per-task must be a whole number of at least 1"),
         ("--paper --retries -1", "--retries must be a whole number"),
         ("--paper --label a/b", "letters, digits"),
         ("--paper --partition gpu", "--partition is for --slurm only"),
@@ -185,7 +190,7 @@ def test_gpus_in_turn():
 )
 def test_bad_options_are_one_line(place, words, message):
     before = sorted(place.iterdir())
-    done = sweep(place, *shlex.split(words), expect=1)
+    done = sweep(place, "--dry-run", *shlex.split(words), expect=1)
     assert done.stdout == ""
     assert re.fullmatch(r"error: .*\n", done.stderr)
     assert message in done.stderr
@@ -223,23 +228,64 @@ def test_no_packages_no_sweep(place):
     assert re.fullmatch(r"error: there is no Python at '/no/such/python'.*\n", done.stderr)
 
 
-def test_a_failing_run_does_not_stop_the_others(place):
-    """Real runs (without updates, which take seconds to begin): one task's reward is not a number."""
-    words = ["--algos", "sac", "--tasks", "tests.tasks:BadReward-v0,tests.tasks:Endless-v0", "--seeds", "1"]
-    words += ["--total-timesteps", "60", "--extra-args", f"{SMALL} --learning-starts 60"]
-    done = sweep(place, *words, expect=1)
-    runs = place / "runs"
-    assert (runs / "tests.tasks:Endless-v0__sac_continuous_action__1" / "agent.pt").exists()
-    log = runs / ".logs" / "tests.tasks:BadReward-v0__sac_continuous_action__1.log"
-    first, second = re.findall(r"^\$ (.*)", log.read_text(), re.M)  # tried twice, the second time resumed
-    assert second == f"{first} --resume"
-    assert f"failed: {log.stem}" in done.stderr
-    assert "observation or reward is not finite at step 30" in done.stderr
-    assert "2 of 2" not in done.stdout
-    assert done.stdout.splitlines()[-2:] == [
-        "1 of 2 done, 0 running, 1 failed, about 0m00s to go",
-        f"report|{runs}|--out|{place / 'report'}",
+@pytest.mark.parametrize(
+    ("words", "compiled"),
+    [
+        ("--paper", True),
+        ("--paper --slurm", True),
+        ("--paper --extra-args --no-compile", False),
+        ("--paper --gpus 0", False),
+        ("--paper --slurm --gpus-per-task 1", False),
+        ("--quick", False),
+    ],
+)
+def test_runs_on_cpus_are_compiled_where_there_is_a_compiler(words, compiled):
+    words = [*words.split(), "--algos", "sac", "--tasks", "Ant-v4", "--seeds", "1"]
+    found = sweep(ROOT, *words, "--dry-run", CXX="true").stdout
+    assert (" --compile" in found) == compiled
+    assert ("# C++ compiler found: new runs are compiled" in found) == compiled
+    missing = sweep(ROOT, *words, "--dry-run", CXX="/no/such/compiler").stdout
+    assert " --compile" not in missing
+    assert ("# no C++ compiler found: new runs are not compiled" in missing) == compiled
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_compiler_is_the_one_that_torch_takes(tmp_path, monkeypatch, works):
+    monkeypatch.delenv("CXX", raising=False)
+    name = "clang++" if sys.platform == "darwin" else "g++"
+    (tmp_path / name).symlink_to(shutil.which("true" if works else "false"))
+    words = ["--algos", "sac", "--tasks", "Ant-v4", "--seeds", "1"]
+    run, _ = printed_commands(*words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert ("--compile" in run) == works
+
+
+def test_begun_runs_are_continued_with_the_options_they_have(place):
+    """A compiler may come and go, which is no reason to refuse the runs that exist; another budget is one."""
+    words = ["--algos", "sac", "--tasks", "Pendulum-v1", "--total-timesteps", "60"]
+    module, runs = load("sac_continuous_action"), {}
+    for seed, compiled in {1: True, 2: False}.items():
+        runs[seed] = place / "runs" / f"Pendulum-v1__sac_continuous_action__{seed}"
+        settings = {"env_id": "Pendulum-v1", "seed": seed, "total_timesteps": 60, "cuda": False, "compile": compiled}
+        args = module.Args(**settings, runs_dir=str(runs[seed].parent), run_name=runs[seed].name)
+        runs[seed].mkdir(parents=True)
+        (runs[seed] / "args.json").write_text(json.dumps({"args": dataclasses.asdict(args)}))
+    *commands, _ = printed_commands(*words, "--seeds", "3", place=place, CXX="true")
+    assert [[word for word in command if word.endswith(("resume", "compile"))] for command in commands] == [
+        ["--resume"],
+        ["--resume"],
+        ["--compile"],
     ]
+    for run in runs.values():
+        (run / "agent.pt").touch()
+    assert "2 runs, 2 of them finished" in sweep(place, *words, "--seeds", "2", CXX="true").stdout
+    before = snapshot(place / "runs")
+    for more, message in {
+        "--extra-args=--no-compile": "was started with --compile True, not False",
+        "--total-timesteps=70": "was started with --total-timesteps 60, not 70",
+    }.items():
+        done = sweep(place, *words, "--seeds", "2", more, expect=1)
+        assert re.fullmatch(rf"error: .*__1 {message}.*\n", done.stderr)
+    assert snapshot(place / "runs") == before
 
 
 def wait_for(condition, process):
@@ -249,34 +295,37 @@ def wait_for(condition, process):
 
 
 def test_stopped_it_continues(place):
-    """Ctrl-C and the same command again: the agent is that of a run that was never interrupted."""
-    settings = {**TINY, "env_id": "Pendulum-v1", "total_timesteps": 400, "eval_every": 0, "checkpoint_every": 50}
-    words = ["--algos", "nrep", "--tasks", "Pendulum-v1", "--seeds", "3,", "--total-timesteps", "400"]
-    words += ["--extra-args", f"{SMALL} --checkpoint-every 50"]
+    """Ctrl-C and the same command again: the agent is that of a run that was never interrupted. Then the report."""
+    (place / "report.py").unlink()
+    (place / "report.py").symlink_to(ROOT / "report.py")
+    words = ["--algos", "nrep", "--tasks", "Pendulum-v1", "--seeds", "3,", "--total-timesteps", "1000"]
+    words += ["--report-dir", "my report", "--extra-args", EXTRA]
     run = place / "runs" / "Pendulum-v1__nrep_sac__3"
-    log = place / "runs" / ".logs" / f"{run.name}.log"
 
     process = start(place, *words)
-    wait_for((run / "checkpoint.pt").exists, process)
+    wait_for((run / "evaluations.csv").exists, process)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate()
     assert process.returncode == 130, out + error
+    assert "stopping: 1 runs finish their episodes" in out
     assert shlex.split(error.split("to continue:")[1]) == [str(place / "benchmark.sh"), *words]
+    assert (run / "checkpoint.pt").exists()
     assert not (run / "agent.pt").exists()
-    assert "stopped at step" in log.read_text()
 
-    done = sweep(place, *words)
-    assert f"report|{run.parent}|--out|" in done.stdout
-    assert "resuming" in log.read_text()
+    sweep(place, *words)
+    first, second = commands_in_log(run)
+    assert [word for word in second if word != "--resume"] == first
     module = load("nrep_sac")
-    module.train(module.Args(**settings, seed=3, runs_dir=str(place), run_name="whole"))
+    settings = {**SMALL, "env_id": "Pendulum-v1", "total_timesteps": 1000, "seed": 3}
+    module.train(module.Args(**settings, runs_dir=str(place), run_name="whole"))
     whole, swept = weights(place / "whole"), weights(run)
     assert all(torch.equal(whole[name], swept[name]) for name in whole)
+    assert (place / "my report" / "index.html").exists()
 
-    before = snapshot(place / "runs")
-    done = sweep(place, *words, "--total-timesteps", "500", expect=1)  # a finished run of other options is no result
-    assert re.search(r"error: .* was started with --total-timesteps 400, not 500", done.stderr)
-    assert snapshot(place / "runs") == before
+
+def commands_in_log(run: Path) -> list[list[str]]:
+    log = run.parent / ".logs" / f"{run.name}.log"
+    return [shlex.split(line[2:]) for line in log.read_text().splitlines() if line.startswith("$ ")]
 
 
 def make_believe(place: Path, *words: str, behave: str = "", **more) -> subprocess.CompletedProcess:
@@ -288,55 +337,41 @@ def started(place: Path) -> list[list[str]]:
     return [line.split(" ") for line in (place / "started").read_text().splitlines()]
 
 
-def test_all_runs_once_on_their_gpus(place):
-    words = ["--paper", "--tasks", "Ant-v4,Hopper-v4", "--seeds", "2", "--gpus", "0,1,5", "--workers", "6"]
+def test_all_runs_once_and_no_more_at_a_time_than_workers(place):
+    words = ["--paper", "--tasks", "Ant-v4", "--seeds", "2", "--gpus", "0,1,5", "--workers", "6"]
+    # The first six wait for each other, and then for a seventh, which must not come.
+    behave = """mkdir "$here/now.$$"
+    until [[ -e $here/full ]]; do now=("$here"/now.*); ((${#now[@]} < 6)) || touch "$here/full"; sleep 0.02; done
+    sleep 0.1; now=("$here"/now.*); echo ${#now[@]} >>"$here/counts"; rmdir "$here/now.$$\""""
+    done = make_believe(place, *words, behave=behave)
+    assert max(int(line) for line in (place / "counts").read_text().split()) == 6
+    assert len(list((place / "runs").glob("*/agent.pt"))) == 12
+    assert Counter(script for script, *_ in started(place)) == dict.fromkeys(SCRIPTS, 2)
+    assert Counter(gpu for _, gpu, *_ in started(place)[:6]) == dict.fromkeys("015", 2)
+    assert {threads for _, _, threads, *_ in started(place)} == {"1"}
+    assert "12 of 12 done, 0 running, 0 failed" in done.stdout
     done = make_believe(place, *words)
-    assert len(list((place / "runs").glob("*/agent.pt"))) == 24
-    assert Counter(script for script, *_ in started(place)) == dict.fromkeys(SCRIPTS, 4)
-    assert Counter(gpu for _, gpu, _, _ in started(place)[:6]) == dict.fromkeys("015", 2)
-    assert {threads for _, _, threads, _ in started(place)} == {"1"}
-    assert "24 of 24 done, 0 running, 0 failed" in done.stdout
-    done = make_believe(place, *words)
-    assert len(started(place)) == 24
-    assert "24 runs, 24 of them finished already" in done.stdout
+    assert len(started(place)) == 12
+    assert "12 runs, 12 of them finished already" in done.stdout
     dry = sweep(place, *words, "--dry-run").stdout.splitlines()
-    assert sum(line.startswith("# finished: ") for line in dry) == 24
-    assert len(dry) == 26  # and the report's
+    assert sum(line.startswith("# finished: ") for line in dry) == 12
+    assert len(dry) == 14  # and the report's
 
 
-def test_no_more_at_a_time_than_workers(place):
-    behave = 'mkdir "$here/now.$$"; ls -d "$here"/now.* | wc -l >>"$here/count"; sleep 0.2; rmdir "$here/now.$$"'
-    make_believe(place, "--quick", "--seeds", "1", "--workers", "4", behave=behave)
-    counts = [int(line) for line in (place / "count").read_text().split()]
-    assert len(counts) == 12
-    assert max(counts) == 4
-    assert len(list((place / "quick" / "runs").glob("*/agent.pt"))) == 12
-
-
-def test_a_retry_that_succeeds_is_no_failure(place):
-    behave = '[[ $(wc -l <"$here/started") != 1 ]] || exit 9'
-    done = make_believe(place, "--quick", "--algos", "sac", "--tasks", "A,B", "--seeds", "1", behave=behave)
-    assert [words[-1] == "--resume" for words in started(place)] == [False, True, False]
-    assert "2 of 2 done, 0 running, 0 failed" in done.stdout
-    assert done.stderr == ""
-
-
-def test_a_run_that_another_process_has_is_busy(place):
-    """As the scripts say it: the messages are theirs."""
-    module = load("sac_continuous_action")
-    args = {**TINY, "env_id": "Pendulum-v1", "total_timesteps": 1, "runs_dir": str(place), "run_name": "run"}
-    lock = os.open(module.train(module.Args(**args)), os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    for resume in (False, True):
-        with pytest.raises(SystemExit) as refusal:
-            module.train(module.Args(**args, resume=resume))
-        words = ["--quick", "--algos", "sac", "--tasks", "A,B", "--seeds", "1", "--runs-dir", f"runs {resume}"]
-        behave = f"[[ $name == B* ]] || {{ echo {shlex.quote(str(refusal.value))} >&2; exit 1; }}"
-        done = make_believe(place, *words, "--workers", "1", behave=behave, expect=1)
-        assert done.stderr == f"busy: another process is writing {place}/runs {resume}/A__sac_continuous_action__1\n"
-        assert "1 of 2 done, 0 running, 0 failed, 1 busy elsewhere" in done.stdout
-    os.close(lock)
-    assert len(started(place)) == 4  # nothing was tried again
+def test_a_failing_run_is_tried_again_and_does_not_stop_the_others(place):
+    behave = """tries=$(ls "$directory"; touch "$directory/$$")
+    [[ $name != A* || -n $tries ]] || exit 9
+    [[ $name != B* ]] || { echo "error: it's broken"; exit 1; }"""
+    words = ["--quick", "--algos", "sac", "--tasks", "A,B,C", "--seeds", "1", "--workers", "1"]
+    done = make_believe(place, *words, behave=behave, expect=1)
+    resumed = [(option(words, "--env-id"), "--resume" in words) for words in started(place)]
+    assert resumed == [("A", False), ("A", True), ("B", False), ("B", True), ("C", False)]
+    log = place / "quick" / "runs" / ".logs" / "B__sac_continuous_action__1.log"
+    assert done.stderr.startswith(f"failed: {log.stem}; the end of {log}:\n")
+    assert done.stderr.endswith("    error: it's broken\n")
+    *_, last_status, report = done.stdout.splitlines()
+    assert last_status.startswith("2 of 3 done, 0 running, 1 failed")
+    assert report.startswith("report ")
 
 
 def test_retries_zero(place):
@@ -346,24 +381,54 @@ def test_retries_zero(place):
     assert "report" not in done.stdout.splitlines()[-1]  # nothing to report
 
 
+def test_a_run_that_another_process_has_is_busy(place):
+    words = ["--quick", "--algos", "sac", "--tasks", "A,B", "--seeds", "1"]
+    done = make_believe(place, *words, behave=f"[[ $name == B* ]] || exit {TAKEN}", expect=1)
+    assert done.stderr == f"busy: another process is writing {place}/quick/runs/A__sac_continuous_action__1\n"
+    assert "1 of 2 done, 0 running, 0 failed, 1 busy elsewhere" in done.stdout
+    assert len(started(place)) == 2  # nothing was tried again
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_run_gets_one_signal_for_each_of_the_users(place, number):
     """A run takes the second one as the order to end at once, so the first must not come twice."""
     behave = """trap 'echo INT >>"$here/signals"' INT; trap 'echo HUP >>"$here/signals"' HUP
     trap 'echo TERM >>"$here/signals"; ((++n < 2)) || exit 143' TERM
-    echo >>"$here/ready"; while :; do sleep 0.05; done"""
+    echo ready >>"$here/ready"; while :; do sleep 0.05; done"""
     (place / "behave").write_text(behave)
     process = start(place, "--quick", "--algos", "sac", "--workers", "2", python=str(place / "python"))
-    lines = {"ready": 2, "signals": 2}
-    for name, count in lines.items():
-        path = place / name
-        wait_for(lambda path=path, count=count: path.exists() and path.read_text().count("\n") >= count, process)
-        os.killpg(process.pid, number)
+
+    def words_in(name: str) -> list[str]:
+        return (place / name).read_text().split() if (place / name).exists() else []
+
+    wait_for(lambda: len(words_in("ready")) == 2, process)
+    os.killpg(process.pid, number)
+    wait_for(lambda: len(words_in("signals")) >= 2, process)
+    time.sleep(0.7)  # the sweep looks around every half second: a chance to send it again
+    assert words_in("signals") == ["TERM"] * 2
+    os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number
-    assert (place / "signals").read_text() == "TERM\n" * 4
+    assert words_in("signals") == ["TERM"] * 4
     assert len(started(place)) == 2
     assert "report" not in out
+
+
+def start_slurm_task(place: Path, behave: str, **env: str) -> subprocess.Popen:
+    """The second of two tasks, whose run is called b."""
+    (place / "behave").write_text(behave)
+    (place / "runs" / ".logs").mkdir(parents=True, exist_ok=True)
+    command = [str(place / "python"), "sac.py", "--run-name", "b", "--runs-dir", str(place / "runs")]
+    (place / "tasks").write_text(f"a false\n{shlex.join(['b', *command])}\n")
+    job = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
+    return start(place, "--slurm-task", str(place / "tasks"), "--runs-dir", str(place / "runs"), **job, **env)
+
+
+@pytest.mark.parametrize(("code", "tries", "message"), [(9, 2, "b failed; see"), (TAKEN, 1, "another process")])
+def test_a_slurm_task_that_fails(place, code, tries, message):
+    _, error = start_slurm_task(place, f"exit {code}").communicate()
+    assert re.fullmatch(rf"error: {message}.*\n", error)
+    assert ["--resume" in words for words in started(place)] == [False, True][:tries]
 
 
 # A make-believe run that trains until it is signalled; Python, because a shell cannot trap what it was born ignoring.
@@ -372,12 +437,12 @@ import os, signal, sys, time
 from pathlib import Path
 
 def stop(number, _):
-    print(f"stopped at step {os.environ['REACHED']}; to continue: …" if number == signal.SIGINT else "SIGTERM")
+    if os.environ["SAVES"]:
+        Path(sys.argv[1]).write_text(f"after signal {number}")
     sys.exit(128 + number)
 
 signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGTERM, stop)
-print("resuming x at step 1,000", flush=True)
 Path(__file__).with_name("ready").touch()
 while True:
     time.sleep(0.05)
@@ -385,30 +450,28 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("number", "state", "reached", "requeued", "status"),
+    ("number", "state", "saves", "requeued", "status"),
     [
-        (signal.SIGUSR1, "RUNNING", "1,001", True, 143),  # the time limit is near
-        (signal.SIGUSR1, "RUNNING", "1,000", False, 1),  # … and would be again and again
-        (signal.SIGTERM, "RUNNING", "1,000", True, 143),  # preempted with a grace time
-        (signal.SIGTERM, "COMPLETING", "2,000", False, 143),  # requeued by Slurm, or cancelled by its user
+        (signal.SIGUSR1, "RUNNING", True, True, 143),  # the time limit is near
+        (signal.SIGUSR1, "RUNNING", False, False, 1),  # … and would be again and again
+        (signal.SIGTERM, "RUNNING", False, True, 143),  # preempted with a grace time
+        (signal.SIGTERM, "COMPLETING", True, False, 143),  # requeued by Slurm, or cancelled by its user
     ],
 )
-def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state, reached, requeued, status):
+def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state, saves, requeued, status):
     tools = place / "bin"
     tools.mkdir()
     (tools / "squeue").write_text("#!/bin/sh\necho $STATE\n")  # the cluster's answer
     (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >{shlex.quote(str(place / "requeued"))}\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    (place / "runs" / ".logs").mkdir(parents=True)
+    checkpoint = place / "runs" / "b" / "checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("from an earlier task")
     (place / "steady.py").write_text(STEADY)
-    (place / "behave").write_text(f'exec {shlex.quote(sys.executable)} "$here/steady.py"')
-    command = [str(place / "python"), "sac.py", "--run-name", "b", "--runs-dir", str(place / "runs")]
-    (place / "tasks").write_text(f"a false\n{shlex.join(['b', *command])}\n")
+    behave = f'exec {shlex.quote(sys.executable)} "$here/steady.py" "$directory/checkpoint.pt"'
     path = f"{tools}:{os.environ['PATH']}"
-    words = ["--slurm-task", str(place / "tasks"), "--runs-dir", str(place / "runs")]
-    job = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "7"}
-    process = start(place, *words, PATH=path, STATE=state, REACHED=reached, **job)
+    process = start_slurm_task(place, behave, PATH=path, STATE=state, SAVES="yes" if saves else "")
     wait_for((place / "ready").exists, process)
     process.send_signal(number)
     out, error = process.communicate()
@@ -416,13 +479,6 @@ def test_a_slurm_task_goes_back_to_the_queue_when_it_should(place, number, state
     assert (place / "requeued").exists() == requeued
     if requeued:
         assert (place / "requeued").read_text() == "requeue 7_1\n"
-    assert ("no progress" in error) == (status == 1)
-    assert "SIGTERM" not in (place / "runs" / ".logs" / "b.log").read_text()  # Slurm itself may have sent one
-
-
-def test_it_ends_with_the_report(place):
-    (place / "report.py").unlink()
-    (place / "report.py").symlink_to(ROOT / "report.py")
-    words = ["--algos", "sac", "--tasks", "Pendulum-v1", "--seeds", "1", "--total-timesteps", "60"]
-    sweep(place, *words, "--report-dir", "my report", "--extra-args", f"{SMALL} --learning-starts 60")
-    assert (place / "my report" / "index.html").exists()
+    assert ("wrote no checkpoint" in error) == (status == 1)
+    # Not SIGTERM, which Slurm itself may have sent to the run already.
+    assert checkpoint.read_text() == (f"after signal {signal.SIGINT}" if saves else "from an earlier task")

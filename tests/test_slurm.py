@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import TINY, load, weights
-from tests.test_benchmark import MAKE_BELIEVE, SMALL, place, sweep  # noqa: F401 (a fixture is used by its name)
+from tests.conftest import load, weights
+from tests.test_benchmark import EXTRA, SMALL, commands_in_log, place, started, sweep  # noqa: F401 (place is a fixture)
 
 
 def slurm_answers() -> bool:
@@ -67,34 +67,37 @@ def submit(place, *words, **more) -> str:  # noqa: F811
 
 
 def test_requeued_and_timed_out_tasks_resume_exactly(place):  # noqa: F811
-    steps = ["--total-timesteps", "400", "--extra-args", f"{SMALL} --checkpoint-every 50"]
-    # Slurm looks at time limits every 30 s and announces this one in advance: 30 to 60 s after the start.
-    words = ["--algos", "sac", "--tasks", "Pendulum-v1", "--seeds", "2", *steps, "--time", "00:03:00"]
+    words = ["--algos", "sac", "--tasks", "Pendulum-v1", "--seeds", "2", "--total-timesteps", "1000"]
+    words += ["--extra-args", EXTRA, "--time", "01:00:00"]
     job = submit(place, *words)
     try:
         runs = {seed: place / "runs" / f"Pendulum-v1__sac_continuous_action__{seed}" for seed in (1, 2)}
         pids = {}
         for seed, run in runs.items():  # hold each run mid-way, until Slurm has done its part
-            wait_for((run / "checkpoint.pt").exists, job)
+            wait_for((run / "evaluations.csv").exists, job)
             pids[seed] = process_of(run.name)
             os.kill(pids[seed], signal.SIGSTOP)
+            assert not (run / "checkpoint.pt").exists()
             assert not (run / "agent.pt").exists()
         again = sweep(place, *words, "--slurm")
         assert "nothing to submit: 0 of 2 runs are finished, the others queued or running" in again.stdout
 
         subprocess.run(["scontrol", "requeue", f"{job}_0"], check=True)  # which sends SIGCONT before its SIGTERM
-        wait_for(lambda: has_pending_signal(pids[2], signal.SIGINT), job)  # the time limit's announcement, handed on
+        wait_for((runs[1] / "checkpoint.pt").exists, job)
+        set_time_limit(f"{job}_1", "00:05:00")  # so that its end is announced when Slurm looks next: every 30 s
+        wait_for(lambda: has_pending_signal(pids[2], signal.SIGINT), job)  # the announcement, handed on
+        set_time_limit(f"{job}_1", "01:00:00")
         os.kill(pids[2], signal.SIGCONT)
+        wait_for((runs[2] / "checkpoint.pt").exists, job)
         while queue(job):
-            time.sleep(0.5)
+            time.sleep(0.2)
     finally:
         subprocess.run(["scancel", job], check=False)
     for seed, run in runs.items():
-        log = (run.parent / ".logs" / f"{run.name}.log").read_text()
-        assert "stopped at step" in log
-        assert "resuming" in log
+        first, second = commands_in_log(run)
+        assert second == [*first, "--resume"]
         module = load("sac_continuous_action")
-        settings = {**TINY, "env_id": "Pendulum-v1", "total_timesteps": 400, "eval_every": 0, "seed": seed}
+        settings = {**SMALL, "env_id": "Pendulum-v1", "total_timesteps": 1000, "seed": seed}
         module.train(module.Args(**settings, runs_dir=str(place), run_name=f"whole {seed}"))
         whole, swept = weights(place / f"whole {seed}"), weights(run)
         assert all(torch.equal(whole[name], swept[name]) for name in whole)
@@ -103,28 +106,19 @@ def test_requeued_and_timed_out_tasks_resume_exactly(place):  # noqa: F811
     assert f"report|{place / 'runs'}|--out|{place / 'report'}" in done.stdout
 
 
+def set_time_limit(task: str, limit: str):
+    subprocess.run(["scontrol", "update", f"JobId={task}", f"TimeLimit={limit}"], check=True)
+
+
 def test_a_gpu_for_each_task(place):  # noqa: F811
     """The GPUs are made up, and so are the runs; asking for them and being given one each is real."""
-    (place / "python").write_text(MAKE_BELIEVE)
-    words = [
-        "--paper",
-        "--tasks",
-        "Ant-v4",
-        "--algos",
-        "sac,ute",
-        "--seeds",
-        "1",
-        "--gpus-per-task",
-        "1",
-        "--mem",
-        "100M",
-    ]
-    (place / "behave").write_text("sleep 3")  # side by side
-    job = submit(place, *words, "--max-running", "2", python=str(place / "python"))
+    (place / "behave").write_text('until (($(wc -l <"$here/started") == 2)); do sleep 0.1; done')  # side by side
+    words = ["--paper", "--tasks", "Ant-v4", "--algos", "sac,ute", "--seeds", "1"]
+    words += ["--gpus-per-task", "1", "--mem", "100M", "--max-running", "2"]
+    job = submit(place, *words, python=str(place / "python"))
     while queue(job):
         time.sleep(0.2)
-    started = [line.split(" ") for line in (place / "started").read_text().splitlines()]
-    assert sorted(gpu for _, gpu, _, _ in started) == ["0", "1"]
+    assert sorted(gpu for _, gpu, *_ in started(place)) == ["0", "1"]
     assert len(list((place / "runs").glob("*/agent.pt"))) == 2
 
 
