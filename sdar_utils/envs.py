@@ -87,7 +87,7 @@ class OnlyFinite(gym.Wrapper):
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
         if not np.isfinite(action).all():
             raise NotFinite("an action")
-        obs, reward, *rest = self.env.step(action)
+        obs, reward, *rest = self.env.step(action.copy())  # a task may change what it is given
         if not (np.isfinite(obs).all() and math.isfinite(reward)):
             raise NotFinite("the task's observation or reward")
         return obs, float(reward), *rest

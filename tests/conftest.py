@@ -6,10 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too
+# What torch compiles it keeps, and does not tell apart by the instructions that this variable allows.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/sdar-tests-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}",
+)
 
 import pytest
 import torch

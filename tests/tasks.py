@@ -73,6 +73,17 @@ class Shapes(gym.Env):
         return self.np_random.random((2, 3)), float(action.sum()), False, False, {}
 
 
+class Greedy(Shapes):
+    """Changes the action that it is given."""
+
+    def __init__(self):
+        super().__init__(gym.spaces.Box(-1, 1, (1,)))
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        action += 1
+        return self.np_random.random((2, 3)), 0.0, False, False, {}
+
+
 class Slow(HoldAndTrack):
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
         time.sleep(1)
@@ -94,6 +105,7 @@ for name, entry, limit, kwargs in [
     ("HoldAndTrack-v0", HoldAndTrack, 50, {}),
     ("Rounds-v0", HoldAndTrack, 30, {}),
     ("Slow-v0", Slow, 1000, {}),
+    ("Greedy-v0", Greedy, 10, {}),
     ("Shapes-v0", Shapes, 10, {}),
     ("Unbounded-v0", Shapes, 10, {"action_space": gym.spaces.Box(-np.inf, np.inf, (2,))}),
     ("Texts-v0", Texts, 10, {}),

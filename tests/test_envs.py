@@ -83,6 +83,13 @@ def test_actions_reach_the_task_in_its_own_bounds(env_id, monkeypatch):
         assert received[-1] in task.action_space
 
 
+def test_a_task_may_change_what_it_is_given():
+    env, action = make_env("tests.tasks:Greedy-v0"), np.full(1, 0.5, np.float32)
+    env.reset(seed=0)
+    env.step(action)
+    assert action.tolist() == [0.5]
+
+
 def test_odd_shapes_are_flattened():
     env = make_env("tests.tasks:Shapes-v0")
     assert env.observation_space.shape == (6,)
@@ -178,9 +185,7 @@ def test_a_task_of_ones_own(env_id, warning, tmp_path, monkeypatch):
 
 def test_user_sees_no_warnings_of_the_libraries(tmp_path):
     """Tasks out of date, a greeting, spaces whose precision is lowered."""
-    code = (
-        "from sdar_utils.envs import make_env\nfor task in ('Humanoid', 'FetchReach'): make_env(task + '-v4')"
-    )
+    code = "from sdar_utils.envs import make_env\nfor task in ('Humanoid', 'FetchReach'): make_env(task + '-v4')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == done.stdout == ""
 

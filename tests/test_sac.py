@@ -1,15 +1,14 @@
 """SAC's losses and their gradients against separate, slow and obvious computations, and what it learns."""
 
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import sac_continuous_action as sac
-from tests.conftest import TINY, scalars
+from sdar_utils.noise import Noise
+from tests.conftest import TINY, evaluations, train
 
 OBS, ACT, BATCH = 3, 2, 6
 NOISE = 0.7  # of every draw, where a slow computation must know it
@@ -35,7 +34,6 @@ def make_batch(seed=0, dtype=torch.float32, device="cpu"):
 def make_exact_agent(**options) -> sac.Agent:
     """In float64, with target networks and a temperature that are not what they start as."""
     agent = make_agent(**options).double()
-    agent.frozen_critics = tuple(map(sac.frozen_view, (agent.q1, agent.q2)))
     with torch.no_grad():
         agent.log_alpha.fill_(-0.3)
         for p in agent.target_parameters:
@@ -141,47 +139,22 @@ def test_temperature_loss_against_brute_force(known_noise):
     assert agent.log_alpha.grad.item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(("raw_log_std", "grows"), [(0.55, False), (-10.0, True)])
-def test_temperature_moves_the_right_way(raw_log_std, grows):
-    """A wide policy's entropy is above -|A|, so α must fall; a narrow one's is below, so it must rise."""
-    agent = make_agent()
-    with torch.no_grad():
-        agent.actor.fc3.weight.zero_()
-        agent.actor.fc3.bias[:ACT] = 0
-        agent.actor.fc3.bias[ACT:] = raw_log_std
-    assert agent.alpha.item() == 1
-    agent.update(make_batch(), step=2)
-    assert (agent.alpha.item() > 1) == grows
-
-
-def test_a_fixed_temperature_stays(known_noise):
+def test_a_fixed_temperature_stays():
     agent = make_agent(autotune=False)
-    for step in range(1, 5):
-        metrics = agent.update(make_batch(), step)
+    metrics = agent.update(make_batch(), step=2)
     assert agent.alpha.item() == pytest.approx(0.2)
+    assert agent.log_alpha == 0
     assert "losses/alpha_loss" not in metrics
 
 
-def test_each_loss_leaves_the_other_networks_alone():
+def test_each_update_moves_its_own_parameters_only():
     agent, batch = make_agent(), make_batch()
-    agent.policy_loss(batch)[0].backward()
-    assert all(p.grad is None for p in [*agent.critic_parameters, *agent.target_parameters])
-    assert all(p.grad.any() for p in agent.actor.parameters())
-    agent.zero_grad()
-    agent.critic_loss(batch)[0].backward()
-    assert all(p.grad is None for p in [*agent.actor.parameters(), *agent.target_parameters, agent.log_alpha])
-    assert all(p.grad.any() for p in agent.critic_parameters)
-
-
-def test_frozen_critics_follow_the_online_ones():
-    agent = make_agent()
-    before = agent.q1.fc1.weight.clone()
-    for step in (1, 2):
-        agent.update(make_batch(), step)
-    assert not torch.equal(before, agent.q1.fc1.weight)
-    for view, online in zip(agent.frozen_critics, (agent.q1, agent.q2), strict=True):
-        for a, b in zip(view.parameters(), online.parameters(), strict=True):
-            assert torch.equal(a, b)
+    critics, policy = ("q1.", "q2."), ("actor.", "log_alpha")
+    for update, moved in [(agent.update_critics, critics), (agent.update_policy, policy)]:
+        before = {name: p.clone() for name, p in agent.named_parameters()}
+        update(batch)
+        for name, p in agent.named_parameters():
+            assert torch.equal(p, before[name]) != name.startswith(moved), name
 
 
 def updates(agent):
@@ -220,39 +193,42 @@ def test_policy_updates_draw_fresh_noise_and_use_the_new_temperature(monkeypatch
     assert (alpha, alpha_again) == (current, current_again)
 
 
-def test_actions_by_mode():
-    agent, obs = make_agent(), np.array([0.5, -1.0, 2.0], np.float32)
-    with torch.no_grad():
-        mean, log_std = agent.actor(torch.from_numpy(obs))
-    torch.manual_seed(1)
-    drawn = {mode: np.stack([agent.act(obs, None, mode)[0] for _ in range(3000)]) for mode in ("random", "sample")}
-    greedy, memory = agent.act(obs, None, "greedy")
-    assert memory is None
-    assert greedy.dtype == np.float32
-    np.testing.assert_array_equal(greedy, torch.tanh(mean).numpy())
-    np.testing.assert_array_equal(greedy, agent.act(obs, None, "greedy")[0])
-    u = np.arctanh(drawn["sample"].astype(np.float64).clip(-1 + 1e-7, 1 - 1e-7))
-    error = log_std.exp().numpy() / math.sqrt(3000)
-    assert (np.abs(u.mean(0) - mean.numpy()) < 5 * error).all()
-    assert (np.abs(u.std(0) / log_std.exp().numpy() - 1) < 0.1).all()
-    assert (np.abs(drawn["random"].mean(0)) < 5 * math.sqrt(1 / 3 / 3000)).all()
-    assert (np.abs(drawn["random"].var(0) - 1 / 3) < 0.03).all()  # a uniform one's on [-1, 1]
-    assert (np.abs(drawn["random"]) <= 1).all()
+class KnownNoise(Noise):
+    def normal(self, size):
+        return torch.full((size,), NOISE)
+
+
+def test_an_action_is_a_sample_of_the_actor():
+    agent, obs = make_agent(), np.array([[0.5, -1.0, 2.0], [0.1, 0.2, -0.3]], np.float32)
+    expected = np.stack([sample(agent.actor, state)[0] for state in obs])
+    for one_or_all in (0, slice(None)):
+        actions, steps = agent.act(obs[one_or_all], None, KnownNoise(agent.device))
+        assert steps == 1
+        assert actions.dtype == np.float32
+        np.testing.assert_allclose(actions, expected[one_or_all], rtol=1e-4, atol=1e-6)
+
+
+def test_warm_up_is_uniform(tmp_path, monkeypatch):
+    actions, add = [], sac.ReplayBuffer.add
+    monkeypatch.setattr(sac.ReplayBuffer, "add", lambda self, **row: actions.append(row["actions"]) or add(self, **row))
+    train(sac, tmp_path, env_id="tests.tasks:Endless-v0", total_timesteps=1000, learning_starts=1000)
+    share = np.stack([np.histogram(dimension, 4, (-1, 1))[0] for dimension in np.transpose(actions)]) / 1000
+    assert (np.abs(share - 1 / 4) < 5 * math.sqrt(1 / 4 * 3 / 4 / 1000)).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"autotune": False}])
 def test_update_runs_on_the_meta_device(options):
     """No tensor is made elsewhere, nothing waits for a value, no shape depends on data."""
     agent = make_agent(device="meta", **options)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2):
         metrics = agent.update(make_batch(device="meta"), step)
     assert all(value.device.type == "meta" for value in metrics.values())
 
 
-def test_compiled_losses_equal_eager_ones_and_are_cached(capsys):
+def test_compiled_losses_equal_eager_ones():
     torch._dynamo.reset()
     eager, fast = (make_agent(compile=c) for c in (False, True))
-    for step in (1, 2, 3, 4):
+    for step in (1, 2):
         metrics = []
         for agent in (eager, fast):
             torch.manual_seed(step)
@@ -260,14 +236,6 @@ def test_compiled_losses_equal_eager_ones_and_are_cached(capsys):
         assert metrics[0].keys() == metrics[1].keys()
         for name in metrics[0]:
             torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
-    said = re.findall(r"compiled (\w+) in \d+ s", capsys.readouterr().out)
-    assert said == ["critic_loss", "policy_loss"]
-
-    torch._dynamo.reset()
-    counters.clear()
-    make_agent(compile=True).update(make_batch(), step=2)
-    assert counters["inductor"]["fxgraph_cache_hit"] == 2  # a loss and its gradient are one graph
-    assert counters["inductor"]["fxgraph_cache_miss"] == counters["inductor"]["fxgraph_cache_bypass"] == 0
 
 
 @pytest.mark.parametrize(
@@ -279,7 +247,6 @@ def test_compiled_losses_equal_eager_ones_and_are_cached(capsys):
         {"alpha": math.nan},
         {"q_lr": -1e-3},
         {"policy_lr": math.inf},
-        {"gamma": 2.0},
     ],
 )
 def test_bad_options_are_refused(bad):
@@ -290,8 +257,8 @@ def test_bad_options_are_refused(bad):
 
 
 def test_sac_learns_to_swing_up(tmp_path):
-    """Pendulum-v1 returns about -1300 untrained and -150 at best."""
+    """Pendulum-v1 returns about -1300 untrained and -150 when solved; five seeds ended between -230 and -100."""
     options = {"policy_lr": 2e-3, "q_lr": 4e-3, "gamma": 0.95, "tau": 0.02, "hidden_dim": 64, "batch_size": 64}
-    budget = {"total_timesteps": 2500, "learning_starts": 300, "eval_every": 0, "eval_episodes": 5}
-    args = {**TINY, **options, **budget, "env_id": "Pendulum-v1", "runs_dir": str(tmp_path)}
-    assert scalars(sac.train(sac.Args(**args)))["eval/return"][-1][1] > -400
+    budget = {"total_timesteps": 2500, "learning_starts": 300, "eval_episodes": 5}
+    directory = train(sac, tmp_path, env_id="Pendulum-v1", **options, **budget)
+    assert evaluations(directory)[-1]["return"] > -400

@@ -1,6 +1,5 @@
 """TAAC's equations, sequences and rollouts against separate, slow and obvious computations."""
 
-import dataclasses
 import itertools
 import math
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 import taac_continuous_action as taac
-from tests.conftest import TINY, scalars
+from sdar_utils.noise import EpisodesNoise, Noise
+from tests.conftest import TINY, evaluations, train
 
 OBS, ACT, BATCH, LENGTH = 3, 2, 8, 3
 GAMMA = 0.99
@@ -44,10 +44,9 @@ class Reach(gym.Env):
 gym.register("TaacReach-v0", Reach, max_episode_steps=20)
 
 
-def make_agent(obs_dim=OBS, act_dim=ACT, device="cpu", **options) -> taac.Agent:
+def make_agent(device="cpu", **options) -> taac.Agent:
     torch.manual_seed(0)
-    args = taac.Args(**{**TINY, "batch_size": BATCH, **options})
-    agent = taac.Agent(obs_dim, act_dim, args, torch.device(device))
+    agent = taac.Agent(OBS, ACT, taac.Args(**{**TINY, "batch_size": BATCH, **options}), torch.device(device))
     with torch.no_grad():
         for p in agent.target_parameters:
             p.add_(0.1 * torch.randn_like(p) + 0.05)  # targets of their own
@@ -55,13 +54,6 @@ def make_agent(obs_dim=OBS, act_dim=ACT, device="cpu", **options) -> taac.Agent:
             q.fc3.weight.mul_(10)  # a switch that has something to decide
         agent.log_alpha_selection.fill_(-0.25)
         agent.log_alpha_action.fill_(0.5)
-    return agent
-
-
-def make_double_agent(**options) -> taac.Agent:
-    """For comparisons in float64; the frozen critics are the critics, since a new dtype parts them."""
-    agent = make_agent(**options).double()
-    agent.frozen_critics = (agent.q1, agent.q2)
     return agent
 
 
@@ -121,9 +113,10 @@ def act_probability(repeat, act, alpha, clip=False):
     return weights[1] / weights.sum()
 
 
-def switch_by_hand(agent, obs, prev):
-    """β(act) under the online critics, with tanh(mean) for the candidate."""
-    candidate = np.tanh(policy(agent, obs, prev)[0])
+def decide_by_hand(agent, obs, prev, noise=0.0):
+    """The candidate, which is tanh(mean) without noise, and β(act) under the online critics."""
+    mean, std = policy(agent, obs, prev)
+    candidate = np.tanh(mean + std * noise)
     repeat, act = (value((agent.q1, agent.q2), obs, a) for a in (prev, candidate))
     return candidate, act_probability(repeat, act, agent.alpha_selection.item(), agent.args.advantage_clip)
 
@@ -256,7 +249,7 @@ def test_sequences_are_consecutive_and_never_cross_the_write_position(count, len
     for i in range(count):
         buffer.add(x=np.array([i, -i]), y=i)
     torch.manual_seed(0)
-    batch = taac.sample_sequences(buffer, length, 2000, torch.device("cpu"))
+    batch = taac.sample_sequences(buffer, length, 2000)
     assert batch["x"].shape == (2000, length, 2)
     assert torch.equal(batch["x"], torch.stack([batch["y"], -batch["y"]], dim=-1))
     oldest = max(0, count - 10)
@@ -279,19 +272,24 @@ def test_a_sequence_longer_than_the_buffer_so_far_teaches_nothing_wrong():
     assert returns.tolist() == [[3 + 0.5 * 10, 3 + 0.5 * (5 + 0.5 * 20), 5 + 0.5 * 20]]
 
 
-@pytest.mark.parametrize(("env_id", "length", "ends"), [("Endless-v0", 7, False), ("Ending-v0", 5, True)])
-def test_stored_rows_tell_the_rollout(env_id, length, ends, tmp_path, monkeypatch):
-    """Each row joins the one before it, and b says whether the action is another one."""
-    rows, sizes = [], []
-    add, update = taac.ReplayBuffer.add, taac.Agent.update
+@pytest.fixture
+def rows(monkeypatch):
+    """Every row that a run adds to its buffer."""
+    rows, add = [], taac.ReplayBuffer.add
     monkeypatch.setattr(taac.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
+    return rows
+
+
+@pytest.mark.parametrize(("env_id", "length", "ends"), [("Endless-v0", 7, False), ("Ending-v0", 5, True)])
+def test_stored_rows_tell_the_rollout(env_id, length, ends, rows, tmp_path, monkeypatch):
+    """Each row joins the one before it, and b says whether the action is another one."""
+    sizes, update = [], taac.Agent.update
     monkeypatch.setattr(
         taac.Agent,
         "update",
         lambda self, batch, step: sizes.append(batch["rewards"].shape) or update(self, batch, step),
     )
-    options = {"env_id": f"tests.tasks:{env_id}", "total_timesteps": 300, "learning_starts": 100, "td_length": 5}
-    taac.train(taac.Args(**{**TINY, "runs_dir": str(tmp_path), "run_name": "run", "eval_every": 0, **options}))
+    train(taac, tmp_path, env_id=f"tests.tasks:{env_id}", total_timesteps=300, learning_starts=100, td_length=5)
     assert sizes == [(TINY["batch_size"], 4)] * 200
     for i, row in enumerate(rows):
         assert row["first"] == (i % length == 0)
@@ -309,52 +307,40 @@ def test_stored_rows_tell_the_rollout(env_id, length, ends, tmp_path, monkeypatc
         assert 0.2 < np.mean([row["act_mask"] for row in part if not row["first"]]) < 0.8
 
 
-def test_the_first_action_counts_as_acting_even_if_it_is_zero(tmp_path, monkeypatch):
+def test_the_first_action_counts_as_acting_even_if_it_is_zero(rows, tmp_path, monkeypatch):
     """Where it did not, a return would run from one episode into the next."""
-    rows = []
-    monkeypatch.setattr(taac.ReplayBuffer, "add", lambda self, **row: rows.append(row))
-    still = np.zeros(2, np.float32), torch.zeros(2)
-    monkeypatch.setattr(taac.Agent, "act", lambda self, obs, memory, mode: still)
-    options = {"env_id": "tests.tasks:Endless-v0", "total_timesteps": 30, "eval_every": 0}
-    taac.train(taac.Args(**{**TINY, "runs_dir": str(tmp_path), "run_name": "run", **options}))
+    monkeypatch.setattr(taac.Agent, "random_action", lambda self, prev_action, noise: np.zeros(2, np.float32))
+    train(taac, tmp_path, env_id="tests.tasks:Endless-v0", total_timesteps=30)
     assert [bool(row["act_mask"]) for row in rows] == [i % 7 == 0 for i in range(30)]
+
+
+def test_a_warm_up_without_repeats(rows, tmp_path):
+    train(taac, tmp_path, env_id="tests.tasks:Endless-v0", total_timesteps=30, warmup_repeats=False)
+    assert all(row["act_mask"] for row in rows)
 
 
 # Losses, networks included.
 
 
-@pytest.mark.parametrize("options", [{}, {"advantage_clip": True}])
-def test_critic_loss_against_brute_force(no_noise, mode_of_switch, options):
-    agent, batch = make_double_agent(**options), make_batch(dtype=torch.float64)
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_critic_loss_against_brute_force(no_noise, mode_of_switch, length, clip):
+    agent, batch = make_agent(advantage_clip=clip).double(), make_batch(length=length, dtype=torch.float64)
     rows = {name: value.numpy() for name, value in batch.items()}
-    fresh, values = np.zeros((BATCH, LENGTH)), np.zeros((BATCH, LENGTH))
-    for i, n in np.ndindex(BATCH, LENGTH):
+    fresh, values = np.zeros((BATCH, length)), np.zeros((BATCH, length))
+    for i, n in np.ndindex(BATCH, length):
         obs, prev = rows["next_obs"][i, n], rows["actions"][i, n]
-        candidate, p = switch_by_hand(agent, obs, prev)
+        candidate, p = decide_by_hand(agent, obs, prev)
         fresh[i, n] = p > 0.5
         repeat, act = (value((agent.q1_target, agent.q2_target), obs, a) for a in (prev, candidate))
         values[i, n] = (1 - p) * repeat + p * act
     expected = 0.0
-    for i, n in np.ndindex(BATCH, LENGTH):
+    for i, n in np.ndindex(BATCH, length):
         ends = [*(rows["first"][i, 1:] == 1), False]
         target = walk(n, rows["rewards"][i], ends, rows["terminated"][i], rows["act_mask"][i], fresh[i], values[i])
         for q in (agent.q1, agent.q2):
-            expected += (mlp(q, rows["obs"][i, n], rows["actions"][i, n])[0] - target) ** 2 / (BATCH * LENGTH)
+            expected += (mlp(q, rows["obs"][i, n], rows["actions"][i, n])[0] - target) ** 2 / (BATCH * length)
     assert 0 < fresh.mean() < 1
-    assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
-
-
-def test_one_step_sequences_give_one_step_targets(no_noise):
-    agent, batch = make_double_agent(), make_batch(dtype=torch.float64, length=1)
-    expected = 0.0
-    for i in range(BATCH):
-        row = {name: value[i, 0].numpy() for name, value in batch.items()}
-        candidate, p = switch_by_hand(agent, row["next_obs"], row["actions"])
-        targets = (agent.q1_target, agent.q2_target)
-        repeat, act = (value(targets, row["next_obs"], a) for a in (row["actions"], candidate))
-        target = row["rewards"] + GAMMA * (1 - row["terminated"]) * ((1 - p) * repeat + p * act)
-        for q in (agent.q1, agent.q2):
-            expected += (mlp(q, row["obs"], row["actions"])[0] - target) ** 2 / BATCH
     assert agent.critic_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
 
 
@@ -363,7 +349,7 @@ def actor_terms(agent, batch, weights=None):
     terms, log_pis, probabilities = [], [], []
     for i, n in np.ndindex(BATCH, LENGTH):
         obs, prev = batch["obs"][i, n].numpy(), batch["prev_actions"][i, n].numpy()
-        candidate, p = switch_by_hand(agent, obs, prev)
+        candidate, p = decide_by_hand(agent, obs, prev)
         mean, std = policy(agent, obs, prev)
         log_pi = log_density(candidate, mean, std).sum()
         weight = 1.0 if batch["first"][i, n] else p
@@ -376,7 +362,7 @@ def actor_terms(agent, batch, weights=None):
 
 @pytest.mark.parametrize("options", [{}, {"advantage_clip": True}])
 def test_policy_loss_against_brute_force(no_noise, options):
-    agent, batch = make_double_agent(**options), make_batch(dtype=torch.float64)
+    agent, batch = make_agent(**options).double(), make_batch(dtype=torch.float64)
     loss, metrics = agent.policy_loss(batch)
     terms, log_pis, probabilities = actor_terms(agent, batch)
     assert metrics["losses/actor_loss"].item() == pytest.approx(terms.mean(), rel=1e-9)
@@ -391,7 +377,7 @@ def test_policy_loss_against_brute_force(no_noise, options):
 
 def test_policy_gradient_takes_the_switch_for_a_constant(no_noise):
     """Against finite differences of the brute-force loss in which β keeps its value."""
-    agent, batch = make_double_agent(), make_batch(dtype=torch.float64)
+    agent, batch = make_agent().double(), make_batch(dtype=torch.float64)
     bias = agent.policy.fc3.bias
     (gradient,) = torch.autograd.grad(agent.policy_loss(batch)[0], bias)
     weights = actor_terms(agent, batch)[2]
@@ -404,21 +390,19 @@ def test_policy_gradient_takes_the_switch_for_a_constant(no_noise):
         assert gradient[j].item() == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)
 
 
-def test_each_loss_reaches_its_own_parameters_only():
+def test_each_update_moves_its_own_parameters_only():
     agent, batch = make_agent(), make_batch()
-    policy_parameters = [*agent.policy.parameters(), agent.log_alpha_selection, agent.log_alpha_action]
-    agent.critic_loss(batch)[0].backward()
-    assert all(p.grad is not None for p in agent.critic_parameters)
-    assert all(p.grad is None for p in policy_parameters)
-    agent.zero_grad()
-    agent.policy_loss(batch)[0].backward()
-    assert all(p.grad is None for p in agent.critic_parameters)
-    assert all(p.grad is not None for p in policy_parameters)
+    critics, policy = ("q1.", "q2."), ("policy.", "log_alpha")
+    for update, moved in [(agent.update_critics, critics), (agent.update_policy, policy)]:
+        before = {name: p.clone() for name, p in agent.named_parameters()}
+        update(batch)
+        for name, p in agent.named_parameters():
+            assert torch.equal(p, before[name]) != name.startswith(moved), name
 
 
 def test_first_rows_have_no_part_in_the_switch():
     """The value of what stands for a⁻ in a first row changes nothing that is learnt."""
-    agent, batch = make_double_agent(), make_batch(dtype=torch.float64)
+    agent, batch = make_agent().double(), make_batch(dtype=torch.float64)
     results = []
     values = taac.choice_values
     for surprise in (0.0, 50.0):
@@ -435,33 +419,7 @@ def test_first_rows_have_no_part_in_the_switch():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# Temperatures, targets, optimisers.
-
-
-@pytest.mark.parametrize(("gain", "grows"), [(0.0, False), (1e4, True)])
-def test_selection_temperature_moves_the_right_way(gain, grows):
-    """Equal values make β a coin with more entropy than its target; values far apart make it certain."""
-    agent = make_agent(q_lr=0.0)
-    with torch.no_grad():
-        for q in (agent.q1, agent.q2):
-            q.fc3.weight.mul_(gain)
-    before = agent.log_alpha_selection.item()
-    agent.update(make_batch(), step=1)
-    assert (agent.log_alpha_selection.item() > before) == grows
-    assert agent.log_alpha_selection.item() != before
-
-
-@pytest.mark.parametrize(("raw_log_std", "grows"), [(0.55, False), (-10.0, True)])
-def test_action_temperature_moves_the_right_way(raw_log_std, grows):
-    """A wide π has more entropy than -|A|, a narrow one less."""
-    agent = make_agent()
-    with torch.no_grad():
-        agent.policy.fc3.weight.zero_()
-        agent.policy.fc3.bias[:ACT] = 0
-        agent.policy.fc3.bias[ACT:] = raw_log_std
-    before = agent.log_alpha_action.item()
-    agent.update(make_batch(), step=1)
-    assert (agent.log_alpha_action.item() > before) == grows
+# Updates.
 
 
 def test_everything_moves_once_at_every_step():
@@ -473,27 +431,19 @@ def test_everything_moves_once_at_every_step():
             torch.testing.assert_close(new, 0.75 * old + 0.25 * online)
     counts = {name: optimizer.steps.item() for name, optimizer in agent.optimizers.items()}
     assert counts == {"critics": 3, "policy": 3, "alphas": 3}
-    for view, online in zip(agent.frozen_critics, (agent.q1, agent.q2), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(view.parameters(), online.parameters(), strict=True))
 
 
-VARIANTS = {"plain": {}, "clip": {"advantage_clip": True}, "one step": {"td_length": 2}}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_update_runs_on_the_meta_device(variant):
+@pytest.mark.parametrize("clip", [False, True])
+def test_update_runs_on_the_meta_device(clip):
     """No tensor is made elsewhere, nothing waits for a value, no shape depends on data."""
-    agent = make_agent(device="meta", **VARIANTS[variant])
-    batch = make_batch(device="meta", length=agent.args.td_length - 1)
-    for step in (1, 2, 3):
-        metrics = agent.update(batch, step)
+    metrics = make_agent(device="meta", advantage_clip=clip).update(make_batch(device="meta"), step=1)
     assert all(value.device.type == "meta" for value in metrics.values())
 
 
 def test_compiled_losses_equal_eager_ones():
     torch._dynamo.reset()
     eager, fast = (make_agent(compile=c) for c in (False, True))
-    for step in (1, 2, 3):
+    for step in (1, 2):
         metrics = []
         for agent in (eager, fast):
             torch.manual_seed(step)
@@ -503,71 +453,71 @@ def test_compiled_losses_equal_eager_ones():
             torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
 
 
-# Rollout.
+# Decisions.
 
 
-@pytest.mark.parametrize("mode", ["random", "sample", "greedy"])
-def test_rollout_acts_first_and_then_acts_or_repeats_as_a_whole(mode):
-    agent = make_agent(act_dim=5)
+def some_states(count):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(count, OBS)).astype(np.float32), rng.uniform(-1, 1, (count, ACT)).astype(np.float32)
+
+
+def test_decisions_by_hand():
+    """A stochastic episode draws noise for the candidate, then for the bit; a greedy one takes the likelier bit."""
+    agent, (obs, prev) = make_agent(), some_states(40)
+    stochastic = np.arange(40) % 2 == 1
+    streams = [torch.Generator().manual_seed(row) if stochastic[row] else None for row in range(40)]
+    noise = EpisodesNoise(streams, agent.device)
+    noise.asked = range(40)
+    actions, steps = agent.act(obs, prev, noise)
+    assert steps == 1
+    acts = np.zeros(40, bool)
+    for row in range(40):
+        torch.manual_seed(row)
+        normal, uniform = (torch.randn(ACT).numpy(), torch.rand(1).item()) if stochastic[row] else (0.0, 0.5)
+        candidate, p = decide_by_hand(agent, obs[row], prev[row], normal)
+        acts[row] = uniform < p
+        np.testing.assert_allclose(actions[row], candidate if acts[row] else prev[row], rtol=1e-4, atol=1e-6)
+        torch.manual_seed(row)
+        if stochastic[row]:  # as in training
+            alone, _ = agent.act(obs[row], prev[row], Noise(agent.device))
+            np.testing.assert_allclose(alone, actions[row], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(actions[~acts], prev[~acts])  # bit for bit
+    assert 0.1 < acts[stochastic].mean() < 0.9
+    assert 0.1 < acts[~stochastic].mean() < 0.9
+
+
+def test_an_episode_begins_with_the_candidate():
+    agent, (obs, _) = make_agent(), some_states(20)
+    actions, _ = agent.act(obs, None, EpisodesNoise([None] * 20, agent.device))
+    decided = [decide_by_hand(agent, state, np.zeros(ACT)) for state in obs]
+    np.testing.assert_allclose(actions, [candidate for candidate, _ in decided], rtol=1e-4, atol=1e-6)
+    assert min(p for _, p in decided) < 0.5  # some would rather have repeated
+
+
+def test_another_rule_may_take_the_switchs_place():
+    """It is asked from the second step on, and sees β's logit of each row."""
+    agent, (obs, prev) = make_agent(), some_states(6)
+    mask, asked = torch.tensor([[True], [False]]).repeat(3, 1), []
+    noise = EpisodesNoise([None] * 6, agent.device)
+    for prev_actions in (None, prev):
+        actions, _ = agent.act(obs, prev_actions, noise, select=lambda *given: asked.append(given) or mask)
+    ((logits, given_noise),) = asked
+    assert given_noise is noise
+    assert logits.shape == (6, agent.bits)
+    expected = [decide_by_hand(agent, *row)[1] for row in zip(obs, prev, strict=True)]
+    np.testing.assert_allclose(torch.sigmoid(logits[:, 0]), expected, rtol=1e-3)
+    np.testing.assert_array_equal(actions != prev, mask.expand(6, ACT))
+
+
+def test_warm_up_flips_a_fair_coin_and_draws_uniformly():
+    agent, noise, prev = make_agent(), Noise(torch.device("cpu")), np.full(ACT, 0.25, np.float32)
     torch.manual_seed(0)
-    previous, memory, acted = None, None, []
-    for t in range(200):
-        obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
-        action, memory = agent.act(obs, memory, mode)
-        assert action.dtype == np.float32
-        assert (np.abs(action) <= 1).all()
-        if previous is None:
-            assert action.all()
-        else:
-            changes = action != previous
-            assert changes.all() or not changes.any()  # bit for bit
-            acted.append(changes.all())
-            if mode == "greedy":
-                candidate, p = switch_by_hand(agent, obs, previous)
-                assert acted[-1] == (p > 0.5)
-                np.testing.assert_allclose(action, candidate if p > 0.5 else previous, rtol=1e-4, atol=1e-6)
-        previous = action
-    assert 0.1 < np.mean(acted) < 0.9
-
-
-@pytest.mark.parametrize("warmup_repeats", [True, False])
-def test_warm_up_flips_a_fair_coin_and_draws_uniformly_whatever_the_critics_say(warmup_repeats):
-    agent = make_agent(warmup_repeats=warmup_repeats)
-    with torch.no_grad():
-        for q in (agent.q1, agent.q2):
-            q.fc3.weight.mul_(1e4)
-    torch.manual_seed(0)
-    memory = torch.full((ACT,), 0.25)
-    actions = np.stack([agent.act(np.zeros(OBS, np.float32), memory, "random")[0] for _ in range(4000)])
+    actions = np.stack([agent.random_action(prev, noise) for _ in range(4000)])
+    assert actions.dtype == np.float32
     repeats = (actions == 0.25).all(1)
-    if warmup_repeats:
-        assert abs(repeats.mean() - 0.5) < 5 * 0.5 / math.sqrt(4000)
-    else:
-        assert not repeats.any()
-    quarters = np.histogram(actions[~repeats], bins=4, range=(-1, 1))[0] / actions[~repeats].size
-    np.testing.assert_allclose(quarters, 0.25, atol=0.04)
-
-
-def test_sampling_follows_the_switch(no_noise):
-    agent = make_agent()
-    obs, prev = np.ones(OBS, np.float32), np.array([0.1, -0.2], np.float32)
-    torch.manual_seed(0)
-    draws = [agent.act(obs, torch.from_numpy(prev), "sample")[0] for _ in range(3000)]
-    _, p = switch_by_hand(agent, obs, prev)
-    assert 0.05 < p < 0.95
-    assert abs(np.mean([(a != prev).all() for a in draws]) - p) < 5 * math.sqrt(p * (1 - p) / 3000)
-
-
-def test_a_loaded_agent_decides_by_its_own_critics(tmp_path):
-    """The switch needs critics in the agent's file, not only an actor."""
-    agent = make_agent(env_id="Pendulum-v1")
-    contents = {"args": dataclasses.asdict(agent.args), "obs_dim": OBS, "act_dim": ACT, "weights": agent.state_dict()}
-    taac.save_file(tmp_path / "agent.pt", contents)
-    copy = taac.load_agent(tmp_path / "agent.pt", torch.device("cpu"))
-    memory = torch.tensor([0.1, -0.2])
-    for t in range(50):
-        obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
-        np.testing.assert_array_equal(agent.act(obs, memory, "greedy")[0], copy.act(obs, memory, "greedy")[0])
+    assert abs(repeats.mean() - 0.5) < 5 * 0.5 / math.sqrt(4000)
+    shares = np.histogram(actions[~repeats], 4, (-1, 1))[0] / actions[~repeats].size
+    np.testing.assert_allclose(shares, 0.25, atol=0.04)
 
 
 @pytest.mark.parametrize(
@@ -583,11 +533,9 @@ def test_bad_options_are_refused(options, complaint):
 # Learning.
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_taac_learns(clip, tmp_path):
+def test_taac_learns(tmp_path):
     """Five seeds ended between -2.9 and -3.3; untrained critics, no bootstrap or a wrong sign end below -4.3."""
-    small = {"hidden_dim": 64, "batch_size": 32, "eval_episodes": 10, "eval_every": 0, "learning_starts": 200}
+    small = {"hidden_dim": 64, "batch_size": 32, "eval_episodes": 10, "learning_starts": 200, "total_timesteps": 1500}
     rates = {"policy_lr": 1e-3, "q_lr": 2e-3, "alpha_lr": 2e-3, "tau": 0.02, "gamma": 0.9}
-    where = {"runs_dir": str(tmp_path), "run_name": "run", "env_id": "TaacReach-v0", "total_timesteps": 1500}
-    args = taac.Args(**{**TINY, **small, **rates, **where, "advantage_clip": clip})
-    assert scalars(taac.train(args))["eval/return"][-1][1] > -3.7
+    directory = train(taac, tmp_path, env_id="TaacReach-v0", **small, **rates)
+    assert evaluations(directory)[-1]["return"] > -3.7
