@@ -89,3 +89,17 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def snapshot(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def assert_compiled_equals_eager(make_agent, make_batch) -> None:
+    """The same metrics over a few updates, in which an error would add up, up to rounding."""
+    torch._dynamo.reset()
+    agents = make_agent(compile=False), make_agent(compile=True)
+    for step in (1, 2, 3, 4):
+        metrics = []
+        for agent in agents:
+            torch.manual_seed(step)
+            metrics.append(agent.update(make_batch(seed=step), step))
+        assert metrics[0].keys() == metrics[1].keys()
+        for name in metrics[0]:
+            torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)

@@ -98,6 +98,9 @@ class Texts(Shapes):
         self.observation_space = gym.spaces.Text(5)
 
 
+# Bounds that a rescaled ±1 misses by a rounding error, outwards.
+ROUNDING = gym.spaces.Box(np.array([-0.1, -0.3, 0.1], np.float32), np.array([3, 1.1, 1], np.float32))
+
 for name, entry, limit, kwargs in [
     ("Endless-v0", Scripted, 7, {}),
     ("Ending-v0", Scripted, 100, {"ends_at": 5}),
@@ -109,5 +112,6 @@ for name, entry, limit, kwargs in [
     ("Shapes-v0", Shapes, 10, {}),
     ("Unbounded-v0", Shapes, 10, {"action_space": gym.spaces.Box(-np.inf, np.inf, (2,))}),
     ("Texts-v0", Texts, 10, {}),
+    ("Rounding-v0", Shapes, 10, {"action_space": ROUNDING}),
 ]:
     gym.register(name, entry, max_episode_steps=limit, kwargs=kwargs)

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 import sdar_continuous_action as sdar
 from sdar_utils.noise import EpisodesNoise, Noise
-from tests.conftest import TINY, train
+from tests.conftest import TINY, assert_compiled_equals_eager, train
+from tests.reference import gaussian, log_density, mlp, sigmoid, value
 
 OBS, ACT, BATCH = 3, 2, 6
 
@@ -43,38 +44,6 @@ def make_batch(seed=0, obs_dim=OBS, act_dim=ACT, batch=BATCH, dtype=torch.float3
         "first": first,
     }
     return {name: value.to(device, dtype) for name, value in rows.items()}
-
-
-# Plain numpy networks, written from the text: (s, a) -> ReLU -> ReLU -> out.
-
-
-def mlp(net, obs, action):
-    weights = {name: value.detach().double().numpy() for name, value in net.state_dict().items()}
-    x = np.concatenate([obs, action])
-    for layer in ("fc1", "fc2"):
-        x = np.maximum(weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"], 0)
-    return weights["fc3.weight"] @ x + weights["fc3.bias"]
-
-
-def policy(agent, obs, mixed):
-    out = mlp(agent.policy, obs, mixed)
-    mean, raw = out[: len(out) // 2], out[len(out) // 2 :]
-    return mean, np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
-
-
-def log_density(action, mean, std):
-    """Of tanh(u), u ~ N(mean, std), by the change of variables, naively."""
-    u = np.arctanh(action)
-    normal = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
-    return np.log(normal / (1 - action**2))
-
-
-def value(critics, obs, action):
-    return min(mlp(q, obs, action)[0] for q in critics)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
 
 
 @pytest.fixture
@@ -257,7 +226,7 @@ def test_exact_selection_loss_against_brute_force(no_noise, mask_repeated):
         total = 0.0
         for b in itertools.product((0, 1), repeat=ACT):
             probability = np.prod([p[j] if b[j] else 1 - p[j] for j in range(ACT)])
-            mean, std = policy(agent, obs, np.where(b, -2.0, prev))
+            mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
             candidate = np.tanh(mean)
             densities = log_density(candidate, mean, std)
             log_pi = sum(densities[j] for j in range(ACT) if b[j] or not mask_repeated)
@@ -282,7 +251,7 @@ def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0
     obs, prev = batch["next_obs"][i].numpy(), batch["actions"][i].numpy()
     p = sigmoid(mlp(agent.selection, obs, prev))
     b = p > 0.5
-    mean, std = policy(agent, obs, np.where(b, -2.0, prev))
+    mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
     candidate = np.tanh(mean)
     q = value((agent.q1_target, agent.q2_target), obs, np.where(b, candidate, prev))
     bonus = (
@@ -323,7 +292,7 @@ def test_policy_loss_against_brute_force(no_noise, monkeypatch):
         obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
         p = sigmoid(mlp(agent.selection, obs, prev))
         b = np.ones(ACT, bool) if batch["first"][i] else p > 0.5
-        mean, std = policy(agent, obs, np.where(b, -2.0, prev))
+        mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
         log_pi = log_density(np.tanh(mean), mean, std).sum()
         terms.append(math.exp(0.4) * log_pi - value((agent.q1, agent.q2), obs, np.where(b, np.tanh(mean), prev)))
         entropies_action.append(-log_pi)
@@ -447,16 +416,7 @@ def test_update_runs_on_the_meta_device(variant):
 
 @pytest.mark.parametrize("variant", ["exact", "sampled"])
 def test_compiled_losses_equal_eager_ones(variant):
-    torch._dynamo.reset()
-    eager, fast = (make_agent(compile=c, **VARIANTS[variant]) for c in (False, True))
-    for step in (1, 2, 3, 4):
-        metrics = []
-        for agent in (eager, fast):
-            torch.manual_seed(step)
-            metrics.append(agent.update(make_batch(seed=step), step))
-        assert metrics[0].keys() == metrics[1].keys()
-        for name in metrics[0]:
-            torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
+    assert_compiled_equals_eager(lambda compile: make_agent(compile=compile, **VARIANTS[variant]), make_batch)
 
 
 def test_many_samples_per_state_share_the_first_layer_without_changing_the_result():

@@ -10,7 +10,8 @@ import torch
 
 import taac_continuous_action as taac
 from sdar_utils.noise import EpisodesNoise, Noise
-from tests.conftest import TINY, evaluations, train
+from tests.conftest import TINY, assert_compiled_equals_eager, evaluations, train
+from tests.reference import gaussian, log_density, mlp, value
 
 OBS, ACT, BATCH, LENGTH = 3, 2, 8, 3
 GAMMA = 0.99
@@ -81,31 +82,6 @@ def make_batch(seed=0, length=LENGTH, dtype=torch.float32, device="cpu"):
 # Plain numpy, one state at a time.
 
 
-def mlp(net, obs, action):
-    weights = {name: value.detach().double().numpy() for name, value in net.state_dict().items()}
-    x = np.concatenate([obs, action])
-    for layer in ("fc1", "fc2"):
-        x = np.maximum(weights[f"{layer}.weight"] @ x + weights[f"{layer}.bias"], 0)
-    return weights["fc3.weight"] @ x + weights["fc3.bias"]
-
-
-def policy(agent, obs, prev):
-    out = mlp(agent.policy, obs, prev)
-    mean, raw = out[: len(out) // 2], out[len(out) // 2 :]
-    return mean, np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
-
-
-def log_density(action, mean, std):
-    """Of tanh(u), u ~ N(mean, std), by the change of variables, naively."""
-    u = np.arctanh(action)
-    normal = np.exp(-0.5 * ((u - mean) / std) ** 2) / (std * np.sqrt(2 * np.pi))
-    return np.log(normal / (1 - action**2))
-
-
-def value(critics, obs, action):
-    return min(mlp(q, obs, action)[0] for q in critics)
-
-
 def act_probability(repeat, act, alpha, clip=False):
     """The second entry of a softmax over both values, with the authors' clip of what acting adds."""
     logits = np.array([repeat, max(act, repeat) if clip else act]) / max(alpha, 1e-10)
@@ -115,7 +91,7 @@ def act_probability(repeat, act, alpha, clip=False):
 
 def decide_by_hand(agent, obs, prev, noise=0.0):
     """The candidate, which is tanh(mean) without noise, and β(act) under the online critics."""
-    mean, std = policy(agent, obs, prev)
+    mean, std = gaussian(agent.policy, obs, prev)
     candidate = np.tanh(mean + std * noise)
     repeat, act = (value((agent.q1, agent.q2), obs, a) for a in (prev, candidate))
     return candidate, act_probability(repeat, act, agent.alpha_selection.item(), agent.args.advantage_clip)
@@ -350,7 +326,7 @@ def actor_terms(agent, batch, weights=None):
     for i, n in np.ndindex(BATCH, LENGTH):
         obs, prev = batch["obs"][i, n].numpy(), batch["prev_actions"][i, n].numpy()
         candidate, p = decide_by_hand(agent, obs, prev)
-        mean, std = policy(agent, obs, prev)
+        mean, std = gaussian(agent.policy, obs, prev)
         log_pi = log_density(candidate, mean, std).sum()
         weight = 1.0 if batch["first"][i, n] else p
         probabilities.append(weight)
@@ -441,16 +417,7 @@ def test_update_runs_on_the_meta_device(clip):
 
 
 def test_compiled_losses_equal_eager_ones():
-    torch._dynamo.reset()
-    eager, fast = (make_agent(compile=c) for c in (False, True))
-    for step in (1, 2):
-        metrics = []
-        for agent in (eager, fast):
-            torch.manual_seed(step)
-            metrics.append(agent.update(make_batch(seed=step), step))
-        assert metrics[0].keys() == metrics[1].keys()
-        for name in metrics[0]:
-            torch.testing.assert_close(metrics[0][name], metrics[1][name], rtol=1e-4, atol=1e-5)
+    assert_compiled_equals_eager(lambda compile: make_agent(compile=compile), make_batch)
 
 
 # Decisions.
