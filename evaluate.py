@@ -5,21 +5,18 @@ Works on the run directories of all six scripts, finished (agent.pt) or not (che
     python evaluate.py runs/my-run runs/another --raster raster.png
 """
 
+import collections
 import contextlib
+import csv
 import importlib
 import io
-import json
-import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -30,23 +27,15 @@ from matplotlib.patches import Patch
 from torch import Tensor
 from tqdm import tqdm
 
-ALGORITHMS = {  # all that a file may ask to import, whoever made it
-    "sdar_continuous_action": "SDAR",
-    "sac_continuous_action": "SAC",
-    "nrep_sac": "N-Rep",
-    "taac_continuous_action": "TAAC",
-    "temporl_continuous_action": "TempoRL",
-    "ute_continuous_action": "UTE",
-}
-WITH_SELECTION = ("sdar_continuous_action", "taac_continuous_action")
-MODES = {"greedy": "greedy", "stochastic": "sample"}  # an evaluation's name for it: the agents' name for it
-DIMENSION_NAMES = {  # of tasks whose simulator does not tell
-    "MountainCarContinuous": ("force",),
-    "LunarLander": ("main engine", "lateral engine"),
-    "BipedalWalker": ("hip 1", "knee 1", "hip 2", "knee 2"),
-    "Fetch": ("x", "y", "z", "gripper"),
-}
-ACT, REPEAT = "#143278", "#b9d2ee"  # as in the training's act-or-repeat pictures
+from sdar_utils import ALGORITHMS, NotFinite, fail
+from sdar_utils.checkpoint import agent_file, load_agent, write_atomically, write_json
+from sdar_utils.envs import RULE, derived_seed, dimension_names, make_env, make_filmed_env
+from sdar_utils.evaluation import ACT, MODES, REPEAT, Evaluator, Trajectory, acts, summarise, write_video
+from sdar_utils.noise import EpisodesNoise, Noise
+from sdar_utils.tables import markdown
+
+CERTAIN = {"always": 1.0, "never": 0.0}  # selectors and their act rates
+ACT_COLOUR, REPEAT_COLOUR = (tuple(np.array(rgb) / 255) for rgb in (ACT, REPEAT))
 DPI = 200
 MAX_STEPS_DRAWN = 10_000
 ROUNDING = 1e-9  # 49 · (1/49) is a little less than 1
@@ -80,21 +69,13 @@ class Args:
 @dataclass
 class Run:
     directory: Path
-    module: ModuleType  # the script that trained it
+    algorithm: str
     agent: Any
-    env: gym.Env
+    select: Callable[[Tensor, Noise], Tensor] | None  # how its act-or-repeat policy draws, if it has one
+    evaluator: Evaluator
+    dimensions: list[str]  # what each action dimension moves
     step: int
     seconds: float | None  # spent on training
-
-    @property
-    def algorithm(self) -> str:
-        joint = getattr(self.agent.args, "selection", None) == "joint"
-        return ALGORITHMS[self.module.SCRIPT] + (" (joint)" if joint else "")
-
-
-def fail(message: str) -> NoReturn:
-    """Bad input ends the program with one line that says what to do."""
-    raise SystemExit(f"error: {message}")
 
 
 # Inputs: everything is checked before the first episode.
@@ -143,177 +124,112 @@ def check_output(option: str, path: Path, suffixes: tuple[str, ...], overwrite: 
         fail(f"{option}: {path.parent} is not writable")
 
 
-def read_entries(path: Path) -> dict[str, Any]:
-    """What an agent.pt or checkpoint.pt holds. Which script has to read it properly is one of the entries."""
-    try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-        script = contents["script"]
-    except Exception as error:  # whatever a damaged or hostile file makes the reader raise
-        fail(f"{path} is damaged or not one of ours ({type(error).__name__})")
-    if script not in list(ALGORITHMS):
-        fail(f"{path} was written by {script!r}; these can be evaluated: {', '.join(ALGORITHMS)}")
-    return contents
-
-
 def open_run(directory: Path, args: Args) -> Run:
     if not directory.is_dir():
         fail(f"there is no run directory {directory}")
-    path = next((directory / f for f in ("agent.pt", "checkpoint.pt") if (directory / f).exists()), None)
-    if path is None:
-        fail(f"{directory} has no agent.pt and no checkpoint.pt yet")
+    path = agent_file(directory)
     if not os.access(directory, os.W_OK):
         fail(f"{directory} is not writable, but the evaluation is kept there; evaluate a copy of it")
-    contents = read_entries(path)
-    module = importlib.import_module(contents["script"])
-    if args.selector != "learned" and module.SCRIPT not in WITH_SELECTION:
+    device = torch.device("cuda" if args.cuda else "cpu")
+    agent, contents = load_agent(path, device)
+    script, options = contents["script"], agent.args
+    select = getattr(importlib.import_module(script), "draw_act_mask", None)
+    if args.selector != "learned" and select is None:
         fail(f"--selector {args.selector} replaces SDAR's or TAAC's act-or-repeat policy; {directory} has none")
-    agent = module.load_agent(path, torch.device("cuda" if args.cuda else "cpu"))
-    options = agent.args
     step = options.total_timesteps if path.name == "agent.pt" else contents.get("step")
-    if (
-        not isinstance(options.env_id, str)
-        or type(step) is not int
-        or type(options.seed) is not int
-        or options.seed < 0
-    ):
+    if [type(value) for value in (options.env_id, options.seed, step)] != [str, int, int] or options.seed < 0:
         fail(f"{path} is not the file of a run")
-    env = filmed_env(module, options.env_id) if args.video else module.make_env(options.env_id)
-    if (env.observation_space.shape, env.action_space.shape) != ((contents["obs_dim"],), (contents["act_dim"],)):
+    env = make_filmed_env(options.env_id, "--video") if args.video else make_env(options.env_id)
+    if (env.observation_space.shape, env.action_space.shape) != ((agent.obs_dim,), (agent.act_dim,)):
         fail(f"{path} was trained on another version of {options.env_id}: observations or actions differ in number")
-    seconds = contents["seconds"] if "seconds" in contents else training_seconds(directory)
-    return Run(directory, module, agent, env, step, seconds)
+    seed = options.seed if args.seed is None else args.seed
+    evaluator = Evaluator(partial(make_env, options.env_id), seed, device, film=env if args.video else None)
+    algorithm = ALGORITHMS[script] + " (joint)" * (getattr(options, "selection", None) == "joint")
+    return Run(directory, algorithm, agent, select, evaluator, dimension_names(env), step, training_seconds(directory))
 
 
 def training_seconds(directory: Path) -> float | None:
-    """agent.pt does not tell how long the training took, but the files around it do."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((directory / "evaluation.json").read_text())["seconds"]
-    path = directory / "checkpoint.pt"
-    return read_entries(path).get("seconds") if path.exists() else None
+    """Until the last evaluation; None if there is none."""
+    with contextlib.suppress(OSError, csv.Error, ValueError, KeyError, TypeError):
+        *_, last = csv.DictReader((directory / "evaluations.csv").read_text().splitlines())
+        return float(last["seconds"])
+    return None
 
 
-def filmed_env(module: ModuleType, env_id: str) -> gym.Env:
-    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # before MuJoCo is imported
-    try:
-        env = module.make_env(env_id, "rgb_array")
-        env.reset(seed=0)
-        if np.ndim(env.render()) != 3:
-            raise ValueError("render() does not return a picture")
-    except (Exception, SystemExit) as error:  # each renderer has its own; without EGL even importing MuJoCo fails
-        reason = " ".join(str(error).removeprefix("error: ").split())
-        fail(
-            f"--video cannot render {env_id}: {reason}. Without a screen, install EGL (Debian: libegl1 libgl1) and set "
-            "MUJOCO_GL=egl, or OSMesa (libosmesa6) and MUJOCO_GL=osmesa"
-        )
-    return env
+# Selection: what an agent asks, as `select`, which bits act at each step t ≥ 1.
 
 
-def dimension_names(env: gym.Env) -> list[str]:
-    """What each action dimension moves, where the task says so; a0, a1, … otherwise."""
-    (width,) = env.action_space.shape
-    for task, names in DIMENSION_NAMES.items():
-        if env.spec.id.startswith(task) and len(names) == width:
-            return list(names)
-    model = getattr(env.unwrapped, "model", None)
-    if getattr(model, "nu", None) != width:
-        return [f"a{i}" for i in range(width)]
-    names = []
-    for i in range(width):
-        moves_joint = model.actuator_trntype[i] in (0, 1)  # mjTRN_JOINT, mjTRN_JOINTINPARENT
-        name = model.actuator(i).name or (model.joint(model.actuator_trnid[i, 0]).name if moves_joint else "")
-        names.append(name.removesuffix("_joint").replace("_", " ") or f"a{i}")
-    return names
+class Watched:
+    """The learned selection, and how likely each bit was to act at every step of every episode."""
+
+    def __init__(self, select: Callable[[Tensor, Noise], Tensor]):
+        self.select = select
+        self.chances: dict[tuple[EpisodesNoise, int], list[Tensor]] = collections.defaultdict(list)  # (batch, its row)
+
+    def __call__(self, logits: Tensor, noise: EpisodesNoise) -> Tensor:
+        chances = torch.where(noise.greedy[:, None], (logits > 0).double(), torch.sigmoid(logits.double()))
+        for row in noise.asked:
+            self.chances[noise, row].append(chances[row])
+        return self.select(logits, noise)
+
+    def rates(self) -> dict[str, Tensor]:
+        """The share of steps at which each bit acts, for each mode; episodes count the same, as in APR."""
+        means = collections.defaultdict(list)
+        for (noise, row), chances in self.chances.items():
+            means["greedy" if noise.greedy[row] else "stochastic"].append(torch.stack(chances).mean(0))
+        return {mode: torch.stack(of_episodes).mean(0) for mode, of_episodes in means.items()}
 
 
-# Episodes.
+class Rule:
+    """Lets each bit act at its rate, whatever the state: evenly spread if periodic, at random otherwise."""
+
+    def __init__(self, selector: str, rates: dict[str, Tensor], seed: int):
+        self.selector, self.rates = selector, rates
+        self.generator = torch.Generator().manual_seed(derived_seed(seed, RULE))
+        self.noise, self.t = None, 0
+
+    def __call__(self, logits: Tensor, noise: EpisodesNoise) -> Tensor:
+        if noise is not self.noise:  # the next episodes have begun
+            self.noise, self.t = noise, 0
+        self.t += 1
+        rates = torch.where(noise.greedy[:, None], self.rates["greedy"], self.rates["stochastic"])
+        if self.selector == "periodic":
+            return torch.floor(self.t * rates + ROUNDING) > torch.floor((self.t - 1) * rates + ROUNDING)
+        return torch.rand(rates.shape, generator=self.generator, dtype=rates.dtype).to(rates.device) < rates
 
 
-def acts_by_rule(selector: str, rates: Tensor, t: int) -> Tensor:
-    """Which bits act at step t ≥ 1 of an episode, whatever the state; each acts at its rate."""
-    if selector == "periodic":
-        return torch.floor(t * rates + ROUNDING) > torch.floor((t - 1) * rates + ROUNDING)
-    return torch.rand_like(rates) < rates  # random; always and never have rates of 1 and 0
+def evaluate(
+    run: Run, args: Args, done: Callable[[], Any] = lambda: None
+) -> tuple[dict[str, dict[str, Any]], Trajectory]:
+    """The evaluations of the learned selection and of --selector, and the latter's first greedy episode."""
 
+    def play(**selection: Any) -> dict[str, list[Trajectory]]:
+        try:
+            return run.evaluator.play(partial(run.agent.act, **selection), args.episodes, done)
+        except NotFinite as error:
+            fail(f"{run.directory}: {error.what} is not finite")
 
-def roll_out(
-    run: Run,
-    mode: str,
-    seed: int,
-    episodes: int,
-    rule: Callable[[int], Tensor] | None = None,
-    film: bool = False,
-    done: Callable[[], Any] = lambda: None,
-) -> tuple[list[Any], float, Tensor | None]:
-    """Trajectories, decisions per step, and the share of steps t ≥ 1 at which each bit of the learned selection acts.
+    seed, rates = run.evaluator.seed, {}
+    if args.selector == "learned":
+        played = {"learned": play()}
+    else:
+        watched = Watched(run.select)
+        played = {"learned": play(select=watched)}
+        rates = watched.rates()
+        if len(rates) < len(MODES):
+            fail(f"{run.directory}: its episodes last one step, so there is nothing to select")
+        if args.selector in CERTAIN:
+            rates = {mode: torch.full_like(rate, CERTAIN[args.selector]) for mode, rate in rates.items()}
+        played[args.selector] = play(select=Rule(args.selector, rates, seed))
 
-    `rule` takes the selection's place; `film` the first episode; `done` is called after each one. The agent acts by its
-    own code, and hooks on its networks see when it decides.
-    """
-    agent, module = run.agent, run.module
-    steps, t, decided, probabilities, rates = 0, 0, set(), [], []
-
-    def at_step() -> None:
-        nonlocal steps, t
-        steps, t = steps + 1, t + 1
-
-    def at_decision(*_: Any) -> None:
-        decided.add(steps)
-
-    def at_selection(logits: Tensor) -> Tensor:
-        if t == 0:  # acts anyway: there is nothing to repeat
-            return logits
-        if rule is not None:
-            return torch.where(rule(t), math.inf, -math.inf)  # certain, also where bits are sampled
-        probabilities.append((logits > 0).double() if mode == "greedy" else torch.sigmoid(logits.double()))
-        return logits
-
-    with contextlib.ExitStack() as stack:
-        for network in agent.children():
-            stack.enter_context(network.register_forward_pre_hook(at_decision))
-        if module.SCRIPT == "sdar_continuous_action":
-            stack.enter_context(agent.selection.register_forward_hook(lambda _, __, logits: at_selection(logits)))
-        elif module.SCRIPT == "taac_continuous_action":  # its β is no network of its own
-            learned = agent.selection_logits
-            agent.selection_logits = lambda *values: at_selection(learned(*values))
-            stack.callback(delattr, agent, "selection_logits")
-        stack.enter_context(module.private_rng(module.derived_seed(seed, 2), agent.device))
-        trajectories = []
-        for i in range(episodes):
-            t = -1
-            episode_seed = module.derived_seed(seed, 1, i)
-            try:
-                played = module.play_episode(agent, run.env, episode_seed, mode, film and i == 0, at_step)
-            except module.NotFinite as error:
-                fail(f"{run.directory}: {error.what} is not finite")
-            trajectories.append(played)
-            if probabilities:
-                rates.append(torch.stack(probabilities).mean(0))  # episodes count the same, as in APR
-                probabilities.clear()
-            done()
-    return trajectories, len(decided) / steps, torch.stack(rates).mean(0) if rates else None
-
-
-def evaluate(run: Run, args: Args, done: Callable[[], Any] = lambda: None) -> tuple[dict[str, dict[str, Any]], Any]:
-    """The evaluations of the learned selection and of --selector, and the latter's first greedy trajectory."""
-    seed = run.agent.args.seed if args.seed is None else args.seed
-    about = {"step": run.step, "seconds": run.seconds, "seed": seed}
-    results = {selector: {**about, "selector": selector} for selector in ("learned", args.selector)}
-    for name, mode in MODES.items():
-        film = args.video is not None and mode == "greedy"
-        play = partial(roll_out, run, mode, seed, args.episodes, done=done)
-        played, decisions, rates = play(film=film and args.selector == "learned")
-        results["learned"][name] = {**run.module.summarise(played), "decisions_per_step": decisions}
-        if args.selector != "learned":
-            if rates is None:
-                fail(f"{run.directory}: its episodes last one step, so there is nothing to select")
-            rates = {"always": torch.ones_like(rates), "never": torch.zeros_like(rates)}.get(args.selector, rates)
-            played, decisions, _ = play(rule=partial(acts_by_rule, args.selector, rates), film=film)
-            summary = {**run.module.summarise(played), "decisions_per_step": decisions}
-            results[args.selector][name] = {**summary, "act_rate": rates.reshape(-1).tolist()}
-        if mode == "greedy":
-            shown = played[0]
-    return results, shown
+    evaluations = {}
+    for selector, trajectories in played.items():
+        summaries = {mode: summarise(of_mode) for mode, of_mode in trajectories.items()}
+        about = {"step": run.step, "seconds": run.seconds, "seed": seed, "selector": selector}
+        evaluations[selector] = {**about, **summaries}
+    for mode, rate in rates.items():
+        evaluations[args.selector][mode]["act_rate"] = rate.tolist()
+    return evaluations, played[args.selector]["greedy"][0]
 
 
 # Tables, pictures, videos.
@@ -321,19 +237,6 @@ def evaluate(run: Run, args: Args, done: Callable[[], Any] = lambda: None) -> tu
 
 def show(value: float, digits: int) -> str:
     return {"nan": "-", "inf": "∞"}.get(str(value), f"{value:,.{digits}f}")
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Rows of the same columns as aligned Markdown; what starts like a number ends at the right."""
-    lines = [[] for _ in range(len(rows) + 2)]
-    for title in rows[0]:
-        column = [title, "", *(row[title] for row in rows)]
-        width = max(map(len, column))
-        numbers = column[2][0] in "-∞0123456789"
-        column[1] = "-" * (width - numbers) + ":" * numbers
-        for line, cell in zip(lines, column, strict=True):
-            line.append(cell.rjust(width) if numbers else cell.ljust(width))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def report(results: list[tuple[Run, dict[str, dict[str, Any]]]]) -> str:
@@ -359,15 +262,11 @@ def report(results: list[tuple[Run, dict[str, dict[str, Any]]]]) -> str:
                     "decisions/step": show(summary["decisions_per_step"], 3),
                 }
                 rows.append(row)
-                names = dimension_names(run.env)
-                values = [f"{name} {show(apr, 2)}" for name, apr in zip(names, summary["apr_dim"], strict=True)]
+                aprs = zip(run.dimensions, summary["apr_dim"], strict=True)
+                values = [f"{name} {show(apr, 2)}" for name, apr in aprs]
                 per_dimension.append(f"- {', '.join([row['run'], *which.values()])}: {', '.join(values)}")
-    return "\n".join([table(rows), "", "APR per dimension:", "", *per_dimension])
-
-
-def acts(actions: np.ndarray) -> np.ndarray:
-    """(T, |A|): where an executed action differs from the last one. An episode's first step acts."""
-    return np.vstack([np.ones_like(actions[:1], bool), np.diff(actions, axis=0) != 0])
+    table = markdown(list(rows[0]), [list(row.values()) for row in rows], align=True)
+    return "\n".join([table, "", "APR per dimension:", "", *per_dimension])
 
 
 @dataclass
@@ -381,7 +280,7 @@ class Picture:
     acts: np.ndarray  # the same shape
 
 
-def picture(run: Run, trajectory: Any, args: Args) -> Picture:
+def picture(run: Run, trajectory: Trajectory, args: Args) -> Picture:
     (start, stop), length = args.steps, len(trajectory.actions)
     if start >= length:
         fail(f"--steps {start} {stop}: the episode of {run.directory} has only {length} steps")
@@ -392,7 +291,7 @@ def picture(run: Run, trajectory: Any, args: Args) -> Picture:
         f"{run.algorithm}{rule}, {run.agent.args.env_id}: greedy episode, return {trajectory.total_reward:,.1f}, {part}"
     )
     actions, acting = trajectory.actions[start:stop], acts(trajectory.actions)[start:stop]
-    return Picture(title, dimension_names(run.env), start, actions, acting)
+    return Picture(title, run.dimensions, start, actions, acting)
 
 
 def stacked_panels(heights: list[float], pictures: list[Picture]) -> tuple[Figure, list[Axes]]:
@@ -409,7 +308,9 @@ def raster_figure(pictures: list[Picture]) -> Figure:
     figure, panels = stacked_panels([0.25 * len(p.names) + 0.4 for p in pictures], pictures)
     for panel, p in zip(panels, pictures, strict=True):
         edges = p.start + np.arange(len(p.acts) + 1), np.arange(len(p.names) + 1)
-        panel.pcolormesh(*edges, p.acts.T, cmap=ListedColormap([REPEAT, ACT]), vmin=0, vmax=1, rasterized=True)
+        panel.pcolormesh(
+            *edges, p.acts.T, cmap=ListedColormap([REPEAT_COLOUR, ACT_COLOUR]), vmin=0, vmax=1, rasterized=True
+        )
         panel.hlines(edges[1][1:-1], edges[0][0], edges[0][-1], color="white", linewidth=2)
         panel.invert_yaxis()  # the first dimension on top
         panel.grid(False)  # whatever the user's matplotlibrc says
@@ -417,7 +318,7 @@ def raster_figure(pictures: list[Picture]) -> Figure:
         panel.set_yticks(np.arange(len(p.names)) + 0.5, p.names)
         panel.tick_params(axis="y", length=0)
         panel.spines[:].set_visible(False)
-    handles = [Patch(color=ACT, label="act"), Patch(color=REPEAT, label="repeat")]
+    handles = [Patch(color=ACT_COLOUR, label="act"), Patch(color=REPEAT_COLOUR, label="repeat")]
     figure.legend(handles=handles, loc="outside upper right", ncols=2, frameon=False)
     return figure
 
@@ -431,31 +332,18 @@ def actions_figure(pictures: list[Picture]) -> Figure:
         own, panels = panels[: len(p.names)], panels[len(p.names) :]
         own[0].set_title(p.title, fontsize=10, loc="left")
         for panel, name, values, acting in zip(own, p.names, p.actions.T, p.acts.T, strict=True):
-            panel.stairs(values, edges, baseline=None, color=REPEAT, linewidth=1.5)
-            panel.plot(edges[:-1][acting], values[acting], ".", color=ACT, markersize=4, clip_on=False)
+            panel.stairs(values, edges, baseline=None, color=REPEAT_COLOUR, linewidth=1.5)
+            panel.plot(edges[:-1][acting], values[acting], ".", color=ACT_COLOUR, markersize=4, clip_on=False)
             panel.set(ylim=(-1.1, 1.1), yticks=(-1, 0, 1))
             panel.set_ylabel(name, fontsize=8)
             panel.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def write_figure(figure: Figure, path: Path, run: Run) -> None:
+def write_figure(figure: Figure, path: Path) -> None:
     data = io.BytesIO()
     figure.savefig(data, format=path.suffix[1:].lower(), dpi=DPI)
-    run.module.write_atomically(path, data.getbuffer())
-
-
-def write_video(frames: list[np.ndarray], path: Path, fps: float) -> None:
-    import imageio.v2 as imageio
-
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.mp4")
-    try:
-        with imageio.get_writer(unfinished, fps=fps, macro_block_size=2) as video:  # H.264 wants even sizes
-            for frame in frames:
-                video.append_data(frame)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomically(path, data.getbuffer())
 
 
 def main(args: Args) -> None:
@@ -467,18 +355,18 @@ def main(args: Args) -> None:
         for run in runs:
             evaluations, trajectory = evaluate(run, args, bar.update)
             name = "evaluation.json" if args.selector == "learned" else f"evaluation-{args.selector}.json"
-            run.module.write_atomically(run.directory / name, run.module.to_json(evaluations[args.selector]))
+            write_json(run.directory / name, evaluations[args.selector])
             results.append((run, evaluations))
             shown.append((run, trajectory))
     print(report(results))
     if args.video is not None:
-        write_video(trajectory.frames, args.video, run.env.metadata.get("render_fps", 30))
+        write_video(trajectory.frames, args.video, run.evaluator.fps)
     if args.raster is not None or args.actions is not None:
         pictures = [picture(run, trajectory, args) for run, trajectory in shown]
     if args.raster is not None:
-        write_figure(raster_figure(pictures), args.raster, run)
+        write_figure(raster_figure(pictures), args.raster)
     if args.actions is not None:
-        write_figure(actions_figure(pictures), args.actions, run)
+        write_figure(actions_figure(pictures), args.actions)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How fast the scripts are, how their cost grows, and what the estimators of β's gradient give for their time.
+"""How fast the scripts train and evaluate, how their cost grows, and what the estimators of β's gradient give for it.
 
-Every figure comes from a script's own `train`, in a process of its own that takes turns with the others, a few steps
-at a time: whatever else the machine does disturbs all of them alike. Tables give medians over the turns.
+What is compared takes turns: whatever else the machine does disturbs all of it alike. Tables give medians over the
+turns. A training step is one of a script's own `train`, in a process of its own.
 
     python speed.py steps --env-ids HalfCheetah-v4 LunarLanderContinuous-v3
     python speed.py growth
+    python speed.py evaluation --env-ids HalfCheetah-v4 LunarLanderContinuous-v3
     python speed.py estimators runs/<run name>
 """
 
@@ -22,11 +23,12 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -35,18 +37,21 @@ import tyro
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SCRIPTS = {
-    "SDAR": "sdar_continuous_action",
-    "SAC": "sac_continuous_action",
-    "N-Rep": "nrep_sac",
-    "TAAC": "taac_continuous_action",
-    "TempoRL": "temporl_continuous_action",
-    "UTE": "ute_continuous_action",
-}
+from sdar_utils import ALGORITHMS, fail
+from sdar_utils.checkpoint import agent_file, load_agent
+from sdar_utils.envs import EVALUATION, derived_seed, make_env
+from sdar_utils.evaluation import Evaluator, Trajectory
+from sdar_utils.noise import Noise
+from sdar_utils.options import RunArgs
+from sdar_utils.run import keep_freed_memory
+from sdar_utils.tables import markdown
+
+SCRIPTS = {name: script for script, name in ALGORITHMS.items()}
 LIBRARIES = {"SB3 SAC": "stable_baselines3", "SBX SAC": "sbx"}  # measured when they are installed
 LEARNING_STARTS = 10
 COUNTED = 12  # updates whose matrix products are counted: whole cycles of policy updates, before the first turn
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -91,6 +96,23 @@ class Growth(Race):
 
 
 @dataclass
+class Evaluation(Common):
+    """Time of an evaluation, of which training has one every 10,000 steps: 10 greedy and 10 stochastic episodes, played
+    one by one, and together as the scripts do. Their length depends on the agent, so it is given per step, too."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """run directories, finished or not, whose agents play; without any, untrained agents do"""
+    env_ids: tuple[str, ...] = ("HalfCheetah-v4",)
+    """the tasks of untrained agents"""
+    algorithms: tuple[str, ...] = tuple(SCRIPTS)
+    """the scripts of untrained agents"""
+    hidden_dims: tuple[int, ...] = (256,)
+    """widths of untrained agents' hidden layers"""
+    turns: int = 5
+    """how many evaluations each agent plays in either way; the tables give their medians"""
+
+
+@dataclass
 class Estimators(Common):
     """Error of β's gradient against the time of its update, on states that trained agents visit."""
 
@@ -98,10 +120,6 @@ class Estimators(Common):
     """run directories of sdar_continuous_action.py, finished or not"""
     draws: int = 200
     """gradients drawn from each estimator"""
-
-
-def fail(message: str) -> NoReturn:
-    raise SystemExit(f"error: {message}")
 
 
 # A task whose own cost is nothing, with as many action dimensions as one likes.
@@ -249,11 +267,10 @@ def train_library(meter: Meter, contender: Contender, rows: int) -> None:
             return True
 
     options = dict(contender.options)
-    env = importlib.import_module(SCRIPTS["SAC"]).make_env(contender.env_id)
     hidden = options["hidden_dim"]
     model = importlib.import_module(contender.module).SAC(
         "MlpPolicy",
-        env,
+        make_env(contender.env_id),
         buffer_size=rows,
         learning_starts=LEARNING_STARTS,
         batch_size=options["batch_size"],
@@ -335,16 +352,12 @@ def summary(turns: list[Turn]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
-
     def cell(value: Any) -> str:
         if isinstance(value, float):
             return "" if value != value else f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
         return str(value)
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *[[cell(value) for value in row.values()] for row in rows]]
-    escaped = ([text.replace("|", r"\|") for text in line] for line in lines)  # |A| is no two cells
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    return markdown(list(rows[0]), [[cell(value) for value in row.values()] for row in rows])
 
 
 def machine(threads: int) -> str:
@@ -386,6 +399,27 @@ def save_plot(panel: Any, settings: Common) -> None:
 # The subcommands.
 
 
+def check_choices(settings: Steps | Evaluation, algorithms: Sequence[str]) -> None:
+    """Before the first is measured."""
+    unknown = {*settings.algorithms} - {*algorithms}
+    if unknown:
+        fail(f"--algorithms has no {min(unknown)}; there are {', '.join(algorithms)}")
+    for env_id in settings.env_ids:
+        make_env(env_id)
+
+
+def untrained_agent(algorithm: str, env_id: str, hidden_dim: int) -> Any:
+    module, env = importlib.import_module(SCRIPTS[algorithm]), make_env(env_id)
+    (obs_dim,), (act_dim,) = env.observation_space.shape, env.action_space.shape
+    return module.Agent(obs_dim, act_dim, module.Args(env_id=env_id, hidden_dim=hidden_dim), CPU)
+
+
+def trained_agent(directory: Path) -> tuple[str, Any]:
+    """The name of a run's algorithm, and its agent."""
+    agent, contents = load_agent(agent_file(directory), CPU)
+    return ALGORITHMS[contents["script"]], agent
+
+
 def scripts_contenders(settings: Steps, env_id: str, hidden: int) -> Iterator[Contender]:
     sizes = {"hidden_dim": hidden, "batch_size": hidden}
     for algorithm in settings.algorithms:
@@ -395,9 +429,7 @@ def scripts_contenders(settings: Steps, env_id: str, hidden: int) -> Iterator[Co
             continue
         variants = [(algorithm, {})]
         if algorithm == "SDAR":
-            sdar = importlib.import_module(SCRIPTS["SDAR"])
-            env = sdar.make_env(env_id)
-            if sdar.Agent(1, env.action_space.shape[0], sdar.Args(hidden_dim=1), torch.device("meta")).exact:
+            if untrained_agent("SDAR", env_id, hidden).exact:
                 variants = [("SDAR exact", {})]
             else:
                 variants = [(f"SDAR K = {k}", {"num_selection_samples": k}) for k in settings.num_selection_samples]
@@ -408,11 +440,7 @@ def scripts_contenders(settings: Steps, env_id: str, hidden: int) -> Iterator[Co
 
 
 def steps(settings: Steps) -> None:
-    unknown = set(settings.algorithms) - {*SCRIPTS, *LIBRARIES}
-    if unknown:
-        fail(f"--algorithms has no {min(unknown)}; there are {', '.join([*SCRIPTS, *LIBRARIES])}")
-    for env_id in settings.env_ids:  # before the first is measured
-        importlib.import_module(SCRIPTS["SDAR"]).make_env(env_id)
+    check_choices(settings, [*SCRIPTS, *LIBRARIES])
     sections = {}
     for env_id, hidden in itertools.product(settings.env_ids, settings.hidden_dims):
         turns = measure(list(scripts_contenders(settings, env_id, hidden)), settings)
@@ -462,18 +490,95 @@ def growth(settings: Growth) -> None:
     finish(settings, sections, f"{settings.turns} turns")
 
 
-def visited_states(agent: Any, sdar: Any, rows: int) -> dict[str, Tensor]:
+EPISODES, SEED = RunArgs.eval_episodes, RunArgs.seed
+
+
+class Medians(Noise):
+    """For a greedy episode that is played alone."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.greedy = torch.tensor(True, device=device)
+
+    def uniform(self, size: int) -> Tensor:
+        return torch.full((size,), 0.5)
+
+    def normal(self, size: int) -> Tensor:
+        return torch.zeros(size)
+
+
+def play_one_by_one(agent: Any, evaluator: Evaluator) -> list[Trajectory]:
+    """The evaluator's episodes (the stochastic ones with other noise), each with forward passes of its own."""
+    trajectories, env = [], evaluator.envs[0]
+    for noise, index in itertools.product((Medians(CPU), Noise(CPU)), range(EPISODES)):
+        trajectory = Trajectory("greedy" if noise.greedy else "stochastic")
+        trajectories.append(trajectory)
+        (obs, _), action, left, over = env.reset(seed=derived_seed(SEED, EVALUATION, index)), None, 0, False
+        actions = []
+        while not over:
+            if left == 0:
+                action, left = agent.act(obs, action, noise)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            actions.append(action)
+            trajectory.total_reward += reward
+            left, over = left - 1, terminated or truncated
+        trajectory.actions, trajectory.length = np.stack(actions), len(actions)
+    return trajectories
+
+
+def play_together(agent: Any, evaluator: Evaluator) -> list[Trajectory]:
+    return list(itertools.chain(*evaluator.play(agent.act, EPISODES).values()))
+
+
+def evaluation(settings: Evaluation) -> None:
+    check_choices(settings, list(SCRIPTS))
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(SEED)
+    agents = []
+    for directory in settings.runs:
+        algorithm, agent = trained_agent(directory)
+        agents.append((f"{algorithm} ({directory})", agent))
+    if not agents:
+        choices = itertools.product(settings.env_ids, settings.hidden_dims, settings.algorithms)
+        agents = [(name, untrained_agent(name, env_id, hidden)) for env_id, hidden, name in choices]
+    contenders = [(name, agent, Evaluator(partial(make_env, agent.args.env_id), SEED, CPU)) for name, agent in agents]
+    for _, agent, evaluator in contenders:
+        play_together(agent, evaluator)  # a warm-up, which makes the tasks
+    clock, times = CLOCKS[settings.clock], collections.defaultdict(list)  # seconds, and milliseconds per step
+    ways = (play_one_by_one, play_together)
+    for _, (_, agent, evaluator), play in itertools.product(range(settings.turns), contenders, ways):
+        began = clock()
+        trajectories = play(agent, evaluator)
+        seconds, steps = clock() - began, sum(trajectory.length for trajectory in trajectories)
+        times[evaluator, play].append((seconds, 1000 * seconds / steps))
+    sections = collections.defaultdict(list)
+    for name, agent, evaluator in contenders:
+        medians = [map(statistics.median, zip(*times[evaluator, play], strict=True)) for play in ways]
+        (alone, alone_per_step), (together, together_per_step) = medians
+        row = {
+            "algorithm": name,
+            "seconds_one_by_one": alone,
+            "seconds_together": together,
+            "ms_per_step_one_by_one": alone_per_step,
+            "ms_per_step_together": together_per_step,
+            "times_as_fast": alone_per_step / together_per_step,
+        }
+        task = f"{agent.args.env_id}, nets {agent.args.hidden_dim}"
+        sections[f"{task}: an evaluation, every {RunArgs.eval_every:,} training steps"].append(row)
+    finish(settings, sections, f"{settings.turns} turns")
+
+
+def visited_states(agent: Any, rows: int) -> dict[str, Tensor]:
     """States and previous actions from the agent's own stochastic episodes."""
-    env = sdar.make_env(agent.args.env_id)
+    env, noise = make_env(agent.args.env_id), Noise(CPU)
     pairs, seed = [], 0
     while len(pairs) < rows:
         seed += 1
-        (obs, _), memory, over = env.reset(seed=seed), None, False
+        (obs, _), action, over = env.reset(seed=seed), None, False
         while not over and len(pairs) < rows:
-            previous = memory
-            action, memory = agent.act(obs, memory, "sample")
-            if previous is not None:
-                pairs.append((torch.from_numpy(obs), previous.clone()))
+            if action is not None:
+                pairs.append((torch.from_numpy(obs), torch.from_numpy(action)))
+            action, _ = agent.act(obs, action, noise)
             obs, _, terminated, truncated, _ = env.step(action)
             over = terminated or truncated
     obs, prev_actions = map(torch.stack, zip(*pairs, strict=True))
@@ -489,17 +594,17 @@ def estimators(settings: Estimators) -> None:
         fail("estimators needs run directories of sdar_continuous_action.py")
     torch.set_num_threads(settings.threads)
     sdar = importlib.import_module(SCRIPTS["SDAR"])
-    sdar.keep_freed_memory()
+    keep_freed_memory()
     clock, panels, sections = CLOCKS[settings.clock], axes(len(settings.runs), sharey=True), {}
     for panel, directory in zip(panels, settings.runs, strict=True):
-        files = [directory / name for name in ("agent.pt", "checkpoint.pt")]
-        agent = sdar.load_agent(next((file for file in files if file.exists()), files[0]), torch.device("cpu"))
+        algorithm, agent = trained_agent(directory)
+        if algorithm != "SDAR":
+            fail(f"{directory} is a run of {algorithm}, which has no such gradient; name runs of SDAR")
         if agent.bits > sdar.MAX_EXACT_BITS:
             fail(f"{directory}: the exact gradient needs 2^{agent.bits} schemas; take a task of fewer dimensions")
-        agent.frozen_critics = (agent.q1, agent.q2)  # nothing learns here
         agent.schemas, args = sdar.all_schemas(agent.bits), agent.args
         torch.manual_seed(1)
-        states = visited_states(agent, sdar, 20 * args.batch_size)
+        states = visited_states(agent, 20 * args.batch_size)
 
         def gradient(samples: int | None, baseline: bool, agent=agent, states=states, args=args) -> Tensor:
             agent.exact = samples is None
@@ -544,9 +649,12 @@ def estimators(settings: Estimators) -> None:
     finish(settings, sections, f"{settings.draws} draws")
 
 
+Command = Steps | Growth | Evaluation | Estimators
+
+
 def main() -> None:
-    settings = tyro.cli(Steps | Growth | Estimators)
-    command = {Steps: steps, Growth: growth, Estimators: estimators}[type(settings)]
+    settings = tyro.cli(Command)
+    command = {Steps: steps, Growth: growth, Evaluation: evaluation, Estimators: estimators}[type(settings)]
     for name, value in vars(settings).items():
         if name in ("threads", "turns", "steps", "rows", "draws") and value < 1:
             fail(f"--{name} must be at least 1, not {value}")

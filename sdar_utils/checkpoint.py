@@ -73,6 +73,14 @@ def load_file(path: Path) -> dict[str, Any]:
     return contents
 
 
+def agent_file(directory: Path) -> Path:
+    """What to load of a run: its agent.pt or, while it is not finished, its checkpoint.pt."""
+    for name in ("agent.pt", "checkpoint.pt"):
+        if (directory / name).exists():
+            return directory / name
+    fail(f"{directory} has no agent.pt and no checkpoint.pt yet")
+
+
 def load_agent(path: Path, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     """The agent of an agent.pt or checkpoint.pt, ready to act, and what else is in the file."""
     contents = load_file(path)

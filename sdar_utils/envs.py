@@ -14,7 +14,7 @@ from gymnasium import spaces, wrappers
 
 from sdar_utils import NotFinite, fail, one_line
 
-TRAINING, EVALUATION, NOISE = range(3)  # what an episode's seed is for
+TRAINING, EVALUATION, NOISE, RULE = range(4)  # what a derived seed is for
 
 
 def derived_seed(*words: int) -> int:

@@ -35,7 +35,8 @@ class Trajectory:
     """One episode as it was played."""
 
     mode: str
-    actions: Any = field(default_factory=list)  # (T, |A|), as executed, in [-1, 1]
+    actions: np.ndarray | None = None  # (T, |A|), as executed, in [-1, 1]
+    length: int = 0
     total_reward: float = 0.0
     decisions: int = 0  # steps at which the agent was asked
     frames: list[np.ndarray] = field(default_factory=list)
@@ -70,39 +71,41 @@ class Evaluator:
         obs = np.zeros((ROWS, *self.envs[0].observation_space.shape), np.float32)
         actions = np.zeros((ROWS, *self.envs[0].action_space.shape), np.float32)
         left = np.zeros(ROWS, int)  # steps that the actions still run
-        trajectories, generators = [], [None] * ROWS
+        trajectories, generators, history = [], [None] * ROWS, []
         for row, (index, mode) in enumerate(episodes):
             obs[row], _ = self.envs[row].reset(seed=derived_seed(self.seed, EVALUATION, index))
             trajectories.append(Trajectory(mode))
             if mode == "stochastic":
-                generators[row] = torch.Generator().manual_seed(derived_seed(self.seed, NOISE, index))
-        noise, prev_actions, playing = EpisodesNoise(generators, self.device), None, list(range(len(episodes)))
+                generators[row] = np.random.default_rng(derived_seed(self.seed, NOISE, index))
+        noise, playing = EpisodesNoise(generators, self.device), list(range(len(episodes)))
         while playing:
             noise.asked = asked = [row for row in playing if left[row] == 0]
             if asked:
-                new_actions, steps = act(obs, prev_actions, noise)
+                new_actions, steps = act(obs, actions if history else None, noise)
                 actions[asked], left[asked] = new_actions[asked], np.broadcast_to(steps, ROWS)[asked]
+            left -= 1
+            history.append(actions.copy())
             for row in asked:
                 trajectories[row].decisions += 1
             for row in tuple(playing):
-                env, trajectory, action = self.envs[row], trajectories[row], actions[row].copy()
+                env, trajectory = self.envs[row], trajectories[row]
                 if env is self.film and episodes[row][0] == 0:
                     trajectory.frames.append(env.render())
-                obs[row], reward, terminated, truncated, _ = env.step(action)
-                trajectory.actions.append(action)
+                obs[row], reward, terminated, truncated, _ = env.step(actions[row])
                 trajectory.total_reward += reward
+                trajectory.length += 1
                 if terminated or truncated:
                     playing.remove(row)
                     done()
-            prev_actions, left = actions, left - 1
-        for trajectory in trajectories:
-            trajectory.actions = np.stack(trajectory.actions)
+        executed = np.stack(history, axis=1)  # (ROWS, steps, |A|)
+        for row, trajectory in enumerate(trajectories):
+            trajectory.actions = executed[row, : trajectory.length]
         return trajectories
 
 
 def summarise(trajectories: list[Trajectory]) -> dict[str, Any]:
     returns = np.array([t.total_reward for t in trajectories])
-    lengths = [len(t.actions) for t in trajectories]
+    lengths = [t.length for t in trajectories]
     spread = returns.std(ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else 0.0
     return {
         "episodes": len(returns),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,10 +10,9 @@ from torch import Tensor
 class Noise:
     """From torch's generator, as training wants them."""
 
-    greedy: bool | Tensor = False
-
     def __init__(self, device: torch.device):
         self.device = device
+        self.greedy = torch.tensor(False, device=device)
 
     def uniform(self, size: int) -> Tensor:
         return torch.rand(size, device=self.device)
@@ -28,7 +28,7 @@ class EpisodesNoise(Noise):
     and a bit the likelier of its values.
     """
 
-    def __init__(self, generators: list[torch.Generator | None], device: torch.device):
+    def __init__(self, generators: list[np.random.Generator | None], device: torch.device):
         """A generator for each row; None is a greedy episode."""
         super().__init__(device)
         self.generators = generators
@@ -36,14 +36,14 @@ class EpisodesNoise(Noise):
         self.asked: Sequence[int] = ()  # the rows that decide at this step: the other streams stay where they are
 
     def uniform(self, size: int) -> Tensor:
-        return self.draw(torch.rand, 0.5, size)
+        return self.draw(np.random.Generator.random, 0.5, size)
 
     def normal(self, size: int) -> Tensor:
-        return self.draw(torch.randn, 0.0, size)
+        return self.draw(np.random.Generator.standard_normal, 0.0, size)
 
-    def draw(self, function: Callable[..., Tensor], median: float, size: int) -> Tensor:
-        numbers = torch.full((len(self.generators), size), median)
+    def draw(self, function: Callable[..., np.ndarray], median: float, size: int) -> Tensor:
+        numbers = np.full((len(self.generators), size), median, np.float32)
         for row in self.asked:
-            if self.generators[row] is not None:
-                numbers[row] = function(size, generator=self.generators[row])
-        return numbers.to(self.device)
+            if (generator := self.generators[row]) is not None:
+                numbers[row] = function(generator, size, np.float32)
+        return torch.from_numpy(numbers).to(self.device)

@@ -221,11 +221,11 @@ class Run:
     def evaluate(self) -> None:
         began = time.monotonic()
         played = self.evaluator.play(self.agent.act, self.args.eval_episodes)
-        results = self.logs.log_evaluation(played, self.step, self.elapsed(), self.evaluator.fps)
+        seconds = self.elapsed()
+        results = self.logs.log_evaluation(played, self.step, seconds, self.evaluator.fps)
         self.evaluated = self.step
         if self.step == self.args.total_timesteps:
-            about = {"step": self.step, "seconds": self.elapsed()}
-            write_json(self.directory / "evaluation.json", {**about, **results})
+            write_json(self.directory / "evaluation.json", {"step": self.step, "seconds": seconds, **results})
         self.logs.pause(time.monotonic() - began)
 
     def elapsed(self) -> float:

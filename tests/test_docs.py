@@ -9,6 +9,7 @@ import tyro
 
 import evaluate
 import report
+import speed
 from tests.conftest import ROOT, SCRIPTS, load
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -53,7 +54,7 @@ def commands(page: Path) -> list[list[str]]:
 def test_programs_take_what_the_pages_say(page):
     """results.md is left out: its commands are those of the commits that it names."""
     programs = {f"{script}.py": load(script).Args for script in SCRIPTS}
-    programs |= {"evaluate.py": evaluate.Args, "report.py": report.Args}
+    programs |= {"evaluate.py": evaluate.Args, "report.py": report.Args, "speed.py": speed.Command}
     for words in commands(page):
         if len(words) > 1 and words[1] in programs:
             tyro.cli(programs[words[1]], args=words[2:])

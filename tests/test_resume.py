@@ -295,6 +295,7 @@ def test_a_run_is_resumed_to_its_end_without_repeating_its_options(stopped_run):
     run(sac, runs_dir=stopped_run.parent, run_name="run", resume=True)
     assert_same(whole_run(sac), stopped_run)
     assert not (stopped_run / "replay").exists()  # gigabytes that only training needs
+    assert not (stopped_run / "checkpoint.pt").exists()
     before = snapshot(stopped_run)
     (stopped_run / "replay").mkdir()  # as if it had been killed just before it tidied up
     (stopped_run / "checkpoint.pt").touch()

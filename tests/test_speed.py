@@ -3,12 +3,15 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+import sac_continuous_action as sac
 import sdar_continuous_action as sdar
 import speed
-from tests.conftest import TINY
+from sdar_utils.evaluation import Evaluator
+from tests.conftest import train
 
 WIDTH, BATCH, OBS, ACT = 8, 5, 3, 2
 
@@ -42,9 +45,41 @@ def test_steps_measures_a_script(monkeypatch, tmp_path, capsys):
     assert "| SDAR K = 4 |" in capsys.readouterr().out
 
 
+def test_either_way_the_greedy_episodes_are_the_same(script):
+    """But for the rounding, which this task does not amplify; the stochastic ones have other noise."""
+    env_id = "tests.tasks:Shapes-v0"
+    torch.manual_seed(0)
+    agent = speed.untrained_agent(speed.ALGORITHMS[script.__name__], env_id, WIDTH)
+    evaluator = Evaluator(lambda: speed.make_env(env_id), speed.SEED, speed.CPU)
+    together, one_by_one = speed.play_together(agent, evaluator), speed.play_one_by_one(agent, evaluator)
+    assert [t.mode for t in one_by_one] == [t.mode for t in together]
+    for ours, theirs in zip(one_by_one, together, strict=True):
+        assert len(ours.actions) == len(theirs.actions) == 10
+        if ours.mode == "greedy":
+            np.testing.assert_allclose(ours.actions, theirs.actions, atol=1e-5)
+            assert ours.total_reward == pytest.approx(theirs.total_reward, abs=1e-3)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_evaluation_measures_both_ways(trained, monkeypatch, tmp_path, capsys):
+    env_id = "tests.tasks:Ending-v0"
+    if trained:
+        run = str(train(sac, tmp_path, env_id=env_id))
+        words, name = [run], f"SAC ({run})"
+    else:
+        words, name = ["--env-ids", env_id, "--algorithms", "SAC", "--hidden-dims", "16"], "SAC"
+    run_speed(monkeypatch, "evaluation", *words, "--turns", "3", "--clock", "cpu", "--output", str(tmp_path / "out"))
+    ((row,),) = json.loads((tmp_path / "out.json").read_text())["results"].values()
+    assert row["algorithm"] == name
+    for way in ("one_by_one", "together"):  # 20 episodes of 5 steps
+        assert row[f"ms_per_step_{way}"] == pytest.approx(10 * row[f"seconds_{way}"])
+    assert row["times_as_fast"] == pytest.approx(row["seconds_one_by_one"] / row["seconds_together"])
+    assert row["times_as_fast"] > 1
+    assert f"{env_id}, nets 16: an evaluation, every 10,000 training steps" in capsys.readouterr().out
+
+
 def test_the_plain_estimators_error_falls_with_the_root_of_its_samples(monkeypatch, tmp_path):
-    options = {**TINY, "total_timesteps": 50, "env_id": "tests.tasks:Endless-v0", "eval_every": 0}
-    run = sdar.train(sdar.Args(**options, runs_dir=str(tmp_path)))
+    run = train(sdar, tmp_path, env_id="tests.tasks:Endless-v0")
     contents = torch.load(run / "agent.pt", weights_only=True)
     for critic in ("q1", "q2"):
         contents["weights"][f"{critic}.fc3.bias"] += 100  # a constant, which is all noise to the plain estimator
@@ -57,14 +92,22 @@ def test_the_plain_estimators_error_falls_with_the_root_of_its_samples(monkeypat
     assert (tmp_path / "out.png").stat().st_size > 0
 
 
+def test_estimators_are_those_of_sdar(monkeypatch, tmp_path):
+    run = train(sac, tmp_path, env_id="tests.tasks:Ending-v0", total_timesteps=5)
+    with pytest.raises(SystemExit, match="is a run of SAC"):
+        run_speed(monkeypatch, "estimators", str(run), "--output", str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ("steps --algorithms PPO", "--algorithms has no PPO"),
         ("steps --env-ids NoSuchTask-v0 --algorithms SAC", "cannot make --env-id NoSuchTask-v0"),
         ("steps --turns 0", "--turns must be at least 1"),
+        ("evaluation --algorithms SB3", "--algorithms has no SB3"),
+        ("evaluation nowhere", "nowhere has no agent.pt"),
         ("estimators", "estimators needs run directories"),
-        ("estimators nowhere", "there is no nowhere"),
+        ("estimators nowhere", "nowhere has no agent.pt"),
         ("growth --output taken", "taken.json exists"),
     ],
 )

@@ -432,22 +432,25 @@ def test_decisions_by_hand():
     """A stochastic episode draws noise for the candidate, then for the bit; a greedy one takes the likelier bit."""
     agent, (obs, prev) = make_agent(), some_states(40)
     stochastic = np.arange(40) % 2 == 1
-    streams = [torch.Generator().manual_seed(row) if stochastic[row] else None for row in range(40)]
+    streams = [np.random.default_rng(row) if stochastic[row] else None for row in range(40)]
     noise = EpisodesNoise(streams, agent.device)
     noise.asked = range(40)
     actions, steps = agent.act(obs, prev, noise)
     assert steps == 1
     acts = np.zeros(40, bool)
     for row in range(40):
-        torch.manual_seed(row)
-        normal, uniform = (torch.randn(ACT).numpy(), torch.rand(1).item()) if stochastic[row] else (0.0, 0.5)
+        stream = np.random.default_rng(row)
+        draws = stream.standard_normal(ACT, np.float32), stream.random(1, np.float32)
+        normal, uniform = draws if stochastic[row] else (0.0, 0.5)
         candidate, p = decide_by_hand(agent, obs[row], prev[row], normal)
         acts[row] = uniform < p
         np.testing.assert_allclose(actions[row], candidate if acts[row] else prev[row], rtol=1e-4, atol=1e-6)
+        torch.manual_seed(row)  # one alone, as in training
+        candidate, p = decide_by_hand(agent, obs[row], prev[row], torch.randn(ACT).numpy())
+        expected = candidate if torch.rand(1).item() < p else prev[row]
         torch.manual_seed(row)
-        if stochastic[row]:  # as in training
-            alone, _ = agent.act(obs[row], prev[row], Noise(agent.device))
-            np.testing.assert_allclose(alone, actions[row], rtol=1e-4, atol=1e-6)
+        alone, _ = agent.act(obs[row], prev[row], Noise(agent.device))
+        np.testing.assert_allclose(alone, expected, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(actions[~acts], prev[~acts])  # bit for bit
     assert 0.1 < acts[stochastic].mean() < 0.9
     assert 0.1 < acts[~stochastic].mean() < 0.9
