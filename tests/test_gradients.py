@@ -94,9 +94,11 @@ def test_soft_update():
 
 
 def test_a_compiler_is_asked_for_where_it_is_needed(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     parameter = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(SystemExit, match=r"^error: --compile needs a C\+\+ compiler .* or drop --compile$"):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(SystemExit, match=r"^error: --compile needs a C\+\+ compiler .* or drop --compile$"),
+    ):
         Minimiser(lambda: None, Adam([parameter], 0.1), compile=True)
     Minimiser(lambda: None, Adam([parameter], 0.1))
     monkeypatch.setattr(gradients, "check_compiler", lambda: pytest.fail("an agent that is only loaded needs none"))
