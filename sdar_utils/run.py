@@ -122,8 +122,7 @@ class Run:
     def __init__(self, script: str, args: Any, agent: Any, buffers: dict[str, ReplayBuffer], device: torch.device):
         """`buffers` are what besides the agent has to be saved, by the names of their files."""
         self.script, self.args, self.agent = Path(script).resolve(), args, agent
-        self.step = self.episodes = self.logged = 0  # `logged`: the step of the last look at the losses
-        self.evaluated = -1
+        self.step = self.episodes = 0
         self.seconds = 0.0  # spent by earlier processes of this run
         self.signal, self.announced = None, False
         self.losses = Losses(device)
@@ -183,13 +182,12 @@ class Run:
     def between_steps(self) -> None:
         at_end = self.step == self.args.total_timesteps
 
-        def due(last: int, every: int) -> bool:
-            return last < self.step and (at_end or (every > 0 and self.step % every == 0))
+        def due(every: int) -> bool:
+            return at_end or (every > 0 and self.step % every == 0)
 
-        if due(self.logged, LOG_EVERY):
+        if due(LOG_EVERY) and self.step > 0:
             self.logs.log_losses(self.losses.take_means(), self.step)
-            self.logged = self.step
-        if due(self.evaluated, self.args.eval_every):
+        if due(self.args.eval_every):
             self.evaluate()
         if self.signal is not None and not self.announced and not at_end:
             say("stopping when this episode ends; a second signal ends the run at once")
@@ -223,7 +221,6 @@ class Run:
         played = self.evaluator.play(self.agent.act, self.args.eval_episodes)
         seconds = self.elapsed()
         results = self.logs.log_evaluation(played, self.step, seconds, self.evaluator.fps)
-        self.evaluated = self.step
         if self.step == self.args.total_timesteps:
             write_json(self.directory / "evaluation.json", {"step": self.step, "seconds": seconds, **results})
         self.logs.pause(time.monotonic() - began)
@@ -236,17 +233,16 @@ class Run:
         signal.signal(number, self.handlers[number])  # a second one ends the process at once
 
     def save(self) -> None:
+        """Before what else is due at this step, so that a resumed run begins with that."""
         self.losses.fetch()  # nothing is saved that is not finite
-        counts = {name: getattr(self, name) for name in ("episodes", "logged", "evaluated")}
-        files = {"losses": self.losses.pending, "logs": self.logs.sizes()}
-        self.checkpoint.save(self.step, {**counts, **files, "seconds": self.elapsed()})
+        clock = {"episodes": self.episodes, "losses": self.losses.pending, "logs": self.logs.sizes()}
+        self.checkpoint.save(self.step, {**clock, "seconds": self.elapsed()})
 
     def restore(self) -> bool:
         log_sizes: dict[str, int] = {}
 
         def use(step: int, clock: dict[str, Any]) -> None:
-            self.step, self.seconds = step, float(clock["seconds"])
-            self.episodes, self.logged, self.evaluated = (int(clock[n]) for n in ("episodes", "logged", "evaluated"))
+            self.step, self.episodes, self.seconds = step, int(clock["episodes"]), float(clock["seconds"])
             self.losses.load(clock["losses"])
             log_sizes.update(clock["logs"])
 
