@@ -16,7 +16,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 import sac_continuous_action as sac
 from sdar_utils import run as run_module
 from sdar_utils.checkpoint import load_agent, write_atomically
-from sdar_utils.envs import make_env
+from sdar_utils.envs import TRAINING, derived_seed, make_env
 from sdar_utils.evaluation import MODES, Evaluator, summarise
 from tests.conftest import ROOT, TINY, command, evaluations, run, scalars, snapshot, train
 
@@ -180,6 +180,15 @@ def test_evaluations_are_both_modes_of_the_agent(tmp_path):
     assert row["episodes"] == 3
     returns = [t.total_reward for t in played["stochastic"]]
     assert row["return_standard_error_stochastic"] == pytest.approx(np.std(returns, ddof=1) / 3**0.5)
+
+
+def test_each_episode_starts_from_a_seed_of_its_own(tmp_path, monkeypatch):
+    rows, add = [], sac.ReplayBuffer.add
+    monkeypatch.setattr(sac.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
+    train(sac, tmp_path, env_id="Pendulum-v1", total_timesteps=450, learning_starts=450, seed=6)
+    for i, row in enumerate(rows[::200]):
+        np.testing.assert_array_equal(row["obs"], make_env("Pendulum-v1").reset(seed=derived_seed(6, TRAINING, i))[0])
+    assert len({row["obs"].tobytes() for row in rows[::200]}) == 3
 
 
 def test_logged_losses_are_means_over_the_steps_between(tmp_path, monkeypatch):
