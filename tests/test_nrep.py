@@ -12,7 +12,7 @@ import nrep_sac as nrep
 import sac_continuous_action as sac
 from sdar_utils.envs import make_env
 from sdar_utils.evaluation import Evaluator, summarise
-from tests.conftest import TINY, assert_compiled_equals_eager, scalars, train, weights
+from tests.conftest import TINY, scalars, train, weights
 
 OBS, ACT, BATCH = 3, 2, 6
 GAMMA = 0.9
@@ -198,10 +198,6 @@ def test_update_runs_on_the_meta_device():
     for step in (1, 2):
         metrics = agent.update(make_batch(device="meta"), step)
     assert all(value.device.type == "meta" for value in metrics.values())
-
-
-def test_compiled_losses_equal_eager_ones():
-    assert_compiled_equals_eager(lambda compile: make_agent(compile=compile), make_batch)
 
 
 @pytest.mark.parametrize("bad", [{"repeat": 0}, {"policy_frequency": 0}, {"alpha": -1.0}])

@@ -124,9 +124,9 @@ def test_interrupted_at_random_steps(script, tmp_path, monkeypatch, rng):
 
 
 @pytest.mark.parametrize("when", ["begin", "end"])
-@pytest.mark.parametrize("step", [1, 50, 60, 150, 300, 450, 499, 500])
+@pytest.mark.parametrize("step", [60, 150, 250, 500])
 def test_interrupted_where_things_happen(step, when, tmp_path, monkeypatch):
-    """At the first checkpoint, at evaluations and episodes' ends, and at the very end."""
+    """At the first checkpoint, at an evaluation and an episode's end, at a log, and at the very end."""
     directory = tmp_path / "interrupted"
     with monkeypatch.context() as patch:
         cut_at(patch, step, when)

@@ -70,11 +70,9 @@ def test_what_a_script_leaves(script, tmp_path):
 
 
 def test_evaluation_does_not_change_training(script, tmp_path):
-    logs = []
-    for every in (0, 100):
-        directory = train(
-            script, tmp_path, env_id="Pendulum-v1", total_timesteps=420, run_name=f"e{every}", eval_every=every
-        )
+    logs, task = [], {"env_id": "tests.tasks:Rounds-v0", "total_timesteps": 150}
+    for every in (0, 40):
+        directory = train(script, tmp_path, **task, run_name=f"e{every}", eval_every=every)
         logged = scalars(directory)
         logs.append((logged["charts/episodic_return"], logged["losses/qf_loss"], logged["losses/actor_loss"]))
     assert logs[0] == logs[1]
