@@ -121,7 +121,7 @@ def test_the_paper_is_660_commands():
         assert option(command, "--run-name") == name
         assert option(command, "--exp-name") == script
         assert option(command, "--runs-dir") == "/some where"
-        assert command[0] == "OMP_NUM_THREADS=1"
+        assert command[0] == f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     assert printed == expected
     assert len(commands) == 660
     assert {option(command, "--seed") for command in commands[:66]} == {"1"}  # a partial sweep is a whole small study
@@ -348,7 +348,7 @@ def test_all_runs_once_and_no_more_at_a_time_than_workers(place):
     assert len(list((place / "runs").glob("*/agent.pt"))) == 12
     assert Counter(script for script, *_ in started(place)) == dict.fromkeys(SCRIPTS, 2)
     assert Counter(gpu for _, gpu, *_ in started(place)[:6]) == dict.fromkeys("015", 2)
-    assert {threads for _, _, threads, *_ in started(place)} == {"1"}
+    assert {threads for _, _, threads, *_ in started(place)} == {os.environ["OMP_NUM_THREADS"]}
     assert "12 of 12 done, 0 running, 0 failed" in done.stdout
     done = make_believe(place, *words)
     assert len(started(place)) == 12
