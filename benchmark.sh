@@ -38,6 +38,10 @@ Where and how:
   --gpus LIST           train on these GPUs in turn (default: on the CPU, one thread for each run)
   --retries N           how often a failed run is tried again (default: 1)
   --dry-run             print the commands, start nothing and check nothing but the options
+  --settings            print the settings that depend on the task
+
+Each of the paper's tasks has settings of its own (steps, N-Rep's n, TempoRL's and UTE's J, SDAR's λ, TAAC's family);
+--extra-args win over them. Other tasks are trained with the scripts' defaults, and the sweep says so.
 
 On the CPU, new runs are compiled (--compile) if there is a C++ compiler, except with --quick, whose runs are too short
 to win the time back. --extra-args --no-compile turns that off.
@@ -57,27 +61,50 @@ fail() {
     exit 1
 }
 
+print_settings() { # as Markdown, from the tables below
+    local family
+    echo "| task | steps | N-Rep: n | TempoRL, UTE: J | SDAR: λ | TAAC: family |"
+    echo "|---|--:|--:|--:|--:|---|"
+    sed 's/ / | /g; s/.*/| & |/' <<<"$SETTINGS"
+    echo
+    echo "| TAAC's family | options | warm-up |"
+    echo "|---|---|--:|"
+    for family in simple-control locomotion terrain manipulation; do
+        echo "| $family | \`${TAAC[$family]}\` | ${TAAC_WARMUP[$family]} |"
+    done
+}
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ALGOS=sdar,sac,nrep,taac,temporl,ute
 declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nrep]=nrep_sac
     [taac]=taac_continuous_action [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
 
-# Each task's steps and the n of N-Rep. What the paper does not print is ours.
-PAPER="MountainCarContinuous-v0 100000 4
-LunarLanderContinuous-v3 300000 4
-BipedalWalker-v3 600000 4
-HalfCheetah-v4 3000000 2
-Humanoid-v4 3000000 4
-Walker2d-v4 1500000 4
-Hopper-v4 1000000 4
-Ant-v4 3000000 2
-FetchReach-v4 100000 2
-Pusher-v5 500000 4
-Reacher-v4 100000 2"
-declare -A BUDGET REPEAT
-while read -r task budget repeat; do
-    BUDGET[$task]=$budget REPEAT[$task]=$repeat
-done <<<"$PAPER"
+# The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ of SDAR, and TAAC's family.
+SETTINGS="MountainCarContinuous-v0 100000 4 20 0.5 simple-control
+LunarLanderContinuous-v3 300000 4 20 0.5 simple-control
+BipedalWalker-v3 600000 4 20 0.5 terrain
+HalfCheetah-v4 3000000 2 20 0.5 locomotion
+Humanoid-v4 3000000 4 20 0.5 locomotion
+Walker2d-v4 1500000 4 20 0.5 locomotion
+Hopper-v4 1000000 4 20 0.5 locomotion
+Ant-v4 3000000 2 20 0.5 locomotion
+FetchReach-v4 100000 2 20 0.5 manipulation
+Pusher-v5 500000 4 20 0.5 other
+Reacher-v4 100000 2 20 0.5 other"
+declare -A BUDGET REPEAT MAX_SKIP ENTROPY_SCALE FAMILY
+while read -r task budget repeat max_skip entropy_scale family; do
+    BUDGET[$task]=$budget REPEAT[$task]=$repeat MAX_SKIP[$task]=$max_skip ENTROPY_SCALE[$task]=$entropy_scale
+    FAMILY[$task]=$family
+done <<<"$SETTINGS"
+
+# TAAC's authors have settings for families of tasks; "other" are the script's defaults.
+declare -A TAAC=(
+    [simple-control]="--learning-rate 1e-4 --reward-normaliser full --reward-clip 5 --action-min-prob 0.1 --log-std-min -20"
+    [locomotion]="--advantage-clip"
+    [terrain]="--learning-rate 5e-4 --reward-normaliser full --reward-clip 1 --action-min-prob 0.1 --log-std-min -20 --td-length 6"
+    [manipulation]="--learning-rate 1e-3 --reward-normaliser full --reward-clip 1 --action-min-prob 0.2 --log-std-min -20"
+    [other]="")
+declare -A TAAC_WARMUP=([simple-control]=10000 [locomotion]=50000 [terrain]=20000 [manipulation]=10000)
 
 QUICK_TASKS=Reacher-v4,Pendulum-v1
 QUICK_STEPS=4000
@@ -102,6 +129,7 @@ while (($#)); do
         --track) track=yes ;;
         --dry-run) dry_run=yes ;;
         --slurm) slurm=yes ;;
+        --settings) print_settings && exit ;;
         --algos | --tasks | --seeds | --total-timesteps | --extra-args | --label | --runs-dir | --report-dir | \
             --workers | --gpus | --retries | --partition | --time | --mem | --gpus-per-task | --cpus-per-task | \
             --max-running | --slurm-task)
@@ -142,7 +170,7 @@ find_python() {
     python=$(absolute "$python")
 }
 
-algo_list=() task_list=() seed_list=() gpu_list=() extra_list=()
+algo_list=() task_list=() seed_list=() gpu_list=() extra_list=() notes=() # what to say before the sweep begins
 
 check_options() {
     local entry name words
@@ -176,10 +204,12 @@ check_options() {
     for entry in "${algo_list[@]}"; do
         [[ -n ${SCRIPT[$entry]:-} ]] || fail "--algos: there is no '$entry'; choose from $ALGOS"
     done
-    split --tasks "${tasks:-$(cut -d ' ' -f 1 <<<"$PAPER" | paste -s -d , -)}" task_list
+    split --tasks "${tasks:-$(cut -d ' ' -f 1 <<<"$SETTINGS" | paste -s -d , -)}" task_list
     for entry in "${task_list[@]}"; do
         [[ -n ${total_timesteps:-${BUDGET[$entry]:-}} ]] ||
             fail "$entry is not one of the paper's tasks and has no budget; name --total-timesteps"
+        [[ -n ${FAMILY[$entry]:-} ]] ||
+            notes+=("$entry is not in the table of settings (--settings): it is trained with the scripts' defaults")
     done
     seeds=${seeds:-10}
     if [[ $seeds != *,* ]]; then
@@ -212,16 +242,17 @@ print(*shlex.split(sys.argv[1]), sep="\n")' "$extra_args" 2>/dev/null) ||
 
 on_gpus() { [[ -n $gpus$gpus_per_task ]]; }
 
-decide_on_compiling() { # in $compile; what to say about it in $note
+decide_on_compiling() { # in $compile
     local compiler=g++ # what torch looks for, and how: torch._inductor.cpp_builder
     [[ $OSTYPE != darwin* ]] || compiler=clang++
-    compile='' note=''
+    compile=''
     if on_gpus || [[ $preset == --quick || " ${extra_list[*]} " =~ " --"(no-)?"compile " ]]; then
         return
     elif "${CXX-$compiler}" --version >/dev/null 2>&1; then
-        compile=yes note="C++ compiler found: new runs are compiled (--extra-args --no-compile turns that off)"
+        compile=yes
+        notes+=("C++ compiler found: new runs are compiled (--extra-args --no-compile turns that off)")
     else
-        note="no C++ compiler found: new runs are not compiled and take longer; install one (Debian: g++) or set CXX"
+        notes+=("no C++ compiler found: new runs are not compiled and take longer; install one (Debian: g++) or set CXX")
     fi
 }
 
@@ -249,12 +280,29 @@ is_begun() { [[ -d $runs_dir/$1 ]]; } # NAME
 
 is_finished() { [[ -e $runs_dir/$1/agent.pt ]]; } # NAME
 
+make_settings() { # ALGO TASK STEPS: the options that the task asks for, in $settings
+    local family=${FAMILY[$2]:-other}
+    settings=()
+    [[ -n ${FAMILY[$2]:-} ]] || return 0
+    case $1 in
+        sdar) settings=(--selection-entropy-scale "${ENTROPY_SCALE[$2]}") ;;
+        nrep) settings=(--repeat "${REPEAT[$2]}") ;;
+        temporl | ute) settings=(--max-skip "${MAX_SKIP[$2]}") ;;
+        taac)
+            read -ra settings <<<"${TAAC[$family]}"
+            local warmup=${TAAC_WARMUP[$family]:-}
+            ((${warmup:-0} * 10 <= $3)) || warmup=$(($3 / 10)) # of a run that is cut short
+            [[ -z $warmup ]] || settings+=(--learning-starts "$warmup") ;;
+    esac
+}
+
 make_command() { # RUN: the command that starts or continues it, in $words
     local algo=${run_algo[$1]} task=${run_task[$1]} name=${run_name[$1]}
     words=("$python" "$ROOT/${SCRIPT[$algo]}.py" --env-id "$task" --seed "${run_seed[$1]}"
         --total-timesteps "${run_steps[$1]}" --exp-name "$(experiment "$algo")" --run-name "$name"
         --runs-dir "$runs_dir")
-    [[ $algo != nrep ]] || words+=(--repeat "${REPEAT[$task]:-4}")
+    make_settings "$algo" "$task" "${run_steps[$1]}"
+    words+=("${settings[@]}")
     if on_gpus; then words+=(--cuda); else words+=(--no-cuda); fi
     [[ -z $track ]] || words+=(--track)
     if is_begun "$name"; then
@@ -569,7 +617,7 @@ written() { stat -c %y "$1" 2>/dev/null || true; } # FILE: when, or nothing
 
 print_sweep() {
     local run worker=0
-    [[ -z $note ]] || echo "# $note"
+    ((${#notes[@]} == 0)) || printf '# %s\n' "${notes[@]}"
     for run in "${!run_name[@]}"; do
         is_finished "${run_name[$run]}" && echo "# finished: ${run_name[$run]}" && continue
         make_command "$run"
@@ -597,7 +645,7 @@ main() {
         exit
     fi
     check_in_python
-    [[ -z $note ]] || echo "$note"
+    ((${#notes[@]} == 0)) || printf '%s\n' "${notes[@]}"
     if [[ -n $slurm ]]; then
         submit
     else

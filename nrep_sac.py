@@ -64,8 +64,8 @@ class Args(RunArgs):
 
     repeat: int = 4
     """n, how many steps each decision is executed for; the last one of an episode ends with it"""
-    update_per_decision: bool = False
-    """update once per decision instead of once per environment step: n times fewer updates, as of SAC on a task that
+    update_per_step: bool = False
+    """update once per environment step instead of once per decision: n times the updates that SAC gets on a task that
     repeats actions by itself"""
 
 
@@ -275,10 +275,10 @@ def train(args: Args) -> Path:
                     terminated=terminated,
                 )
             obs = next_obs
-            if args.update_per_decision:
-                due, count = decision_ended, buffer.added  # by steps, the actor's turn might come always or never
-            else:
+            if args.update_per_step:
                 due, count = len(buffer) > 0, step
+            else:
+                due, count = decision_ended, buffer.added  # by steps, the actor's turn might come always or never
             if step > args.learning_starts and due:
                 run.record(agent.update(buffer.sample(args.batch_size), count))
             if terminated or truncated:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -50,23 +51,33 @@ class Args(RunArgs):
     """the discount factor"""
     tau: float = 0.005
     """how far the target networks move towards the online ones at each update"""
-    policy_lr: float = 3e-4
-    """learning rate of the actor π"""
-    q_lr: float = 3e-4
-    """learning rate of the critics"""
-    alpha_lr: float = 3e-4
-    """learning rate of the two temperatures"""
+    learning_rate: float = 3e-4
+    """learning rate of everything: actor, critics and the two temperatures"""
 
     td_length: int = 4
     """how many consecutive observations a sequence has; the returns of its steps bootstrap at the last one at latest
     (2: one-step targets)"""
     advantage_clip: bool = False
-    """let the switch see no advantage Q(s, â) - Q(s, a⁻) below 0, so that it acts with probability 0.5 at least; the
-    authors do so on locomotion tasks, and not on simple control"""
+    """let the switch see no advantage Q(s, â) - Q(s, a⁻) below 0, so that it acts with probability 0.5 at least"""
+    action_min_prob: float = 0.184
+    """π's target entropy is log(2p) per dimension, that of a uniform density on this share p of [-1, 1]; 0.184 gives
+    SAC's -1"""
+    initial_std: float = 1.0
+    """about the standard deviation of π before its tanh, untrained"""
+    log_std_min: float = -10.0
+    """log standard deviations below are raised to it"""
+    log_std_max: float = 2.0
+    """log standard deviations above are lowered to it"""
+    reward_normaliser: Literal["off", "full", "scale"] = "off"
+    """full: learn from rewards less their running mean, in running standard deviations; scale: in running root mean
+    squares, nothing subtracted"""
+    reward_clip: float = 5.0
+    """normalised rewards stay within ± this"""
     warmup_repeats: bool = True
     """repeat at random, half of the time, during the random warm-up, as the authors do; off, it always acts there"""
 
 
+NORMALISER_SPEED = 8.0  # its newest batch weighs 8/(8 + k) after k batches, so that old rewards are forgotten
 # β's target entropy: that of a 95/5 split, as in the authors' settings; 0.1985 nats.
 TARGET_ENTROPY_SELECTION = -0.95 * math.log(0.95) - 0.05 * math.log(0.05)
 
@@ -74,6 +85,12 @@ TARGET_ENTROPY_SELECTION = -0.95 * math.log(0.95) - 0.05 * math.log(0.05)
 def check_args(args: Args) -> None:
     check_run_args(args)
     require(args, "at least 2, which gives one-step targets,", lambda value: value >= 2, "td_length")
+    positive = ("learning_rate", "initial_std", "reward_clip")
+    require(args, "finite and above 0", lambda value: 0 < value < math.inf, *positive)
+    require(args, "in (0, 1]", lambda value: 0 < value <= 1, "action_min_prob")
+    require(args, "finite", math.isfinite, "log_std_min", "log_std_max")
+    if args.log_std_min >= args.log_std_max:
+        fail(f"--log-std-min {args.log_std_min} must be below --log-std-max {args.log_std_max}")
     if args.buffer_size < args.td_length - 1:
         fail(f"--buffer-size {args.buffer_size} cannot hold the {args.td_length - 1} steps of one sequence")
 
@@ -102,15 +119,41 @@ class Critic(StateActionMLP):
         return super().forward(obs, actions).squeeze(-1)
 
 
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
-
-
 class ActionPolicy(StateActionMLP):
     """π(â | s, a⁻): mean and log standard deviation of a tanh-squashed Gaussian."""
 
+    def __init__(self, obs_dim: int, act_dim: int, args: Args):
+        super().__init__(obs_dim, act_dim, 2 * act_dim, args.hidden_dim)
+        self.initial_log_std = math.log(args.initial_std)
+        self.log_std_min, self.log_std_max = args.log_std_min, args.log_std_max
+
     def forward(self, obs: Tensor, prev_actions: Tensor) -> tuple[Tensor, Tensor]:
         mean, raw_log_std = super().forward(obs, prev_actions).chunk(2, dim=-1)
-        return mean, LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(raw_log_std) + 1)
+        return mean, (raw_log_std + self.initial_log_std).clamp(self.log_std_min, self.log_std_max)
+
+
+class RewardNormaliser(nn.Module):
+    """r ← clip((r - m)/√(m₂ - m²), ±c), with running means m of r and m₂ of r²; to scale only, m is 0.
+
+    It normalises a batch by statistics that the batch itself is part of. All state is in buffers, so that checkpoints
+    have it.
+    """
+
+    def __init__(self, subtract_mean: bool, clip: float):
+        super().__init__()
+        self.subtract_mean, self.clip = subtract_mean, clip
+        for name in ("mean", "square", "batches"):
+            self.register_buffer(name, torch.zeros(()))
+
+    @torch.no_grad()
+    def forward(self, rewards: Tensor) -> Tensor:
+        rate = NORMALISER_SPEED / (NORMALISER_SPEED + self.batches)
+        self.mean += rate * (rewards.mean() - self.mean)
+        self.square += rate * (rewards.square().mean() - self.square)
+        self.batches += 1
+        mean = self.mean if self.subtract_mean else torch.zeros_like(self.mean)
+        std = ((self.square - mean.square()).clamp(min=0) + 1e-10).sqrt()
+        return ((rewards - mean) / std).clamp(-self.clip, self.clip)
 
 
 # Decision: how an action is chosen.
@@ -215,22 +258,24 @@ class Agent(nn.Module):
     def __init__(self, obs_dim: int, act_dim: int, args: Args, device: torch.device):
         super().__init__()
         self.obs_dim, self.act_dim, self.args, self.device = obs_dim, act_dim, args, device
-        self.target_entropy_action = -float(act_dim)
+        self.target_entropy_action = act_dim * math.log(2 * args.action_min_prob)
 
         with device:
-            self.policy = ActionPolicy(obs_dim, act_dim, 2 * act_dim, args.hidden_dim)
+            self.policy = ActionPolicy(obs_dim, act_dim, args)
             self.q1 = Critic(obs_dim, act_dim, 1, args.hidden_dim)
             self.q2 = Critic(obs_dim, act_dim, 1, args.hidden_dim)
             self.log_alpha_selection = nn.Parameter(torch.zeros(()))
             self.log_alpha_action = nn.Parameter(torch.zeros(()))
+            if args.reward_normaliser != "off":
+                self.normalise_rewards = RewardNormaliser(args.reward_normaliser == "full", args.reward_clip)
         self.q1_target = copy.deepcopy(self.q1).requires_grad_(False)
         self.q2_target = copy.deepcopy(self.q2).requires_grad_(False)
         self.critic_parameters = [*self.q1.parameters(), *self.q2.parameters()]
         self.target_parameters = [*self.q1_target.parameters(), *self.q2_target.parameters()]
 
-        critics = Adam(self.critic_parameters, args.q_lr)
-        policy = Adam(self.policy.parameters(), args.policy_lr)
-        alphas = Adam([self.log_alpha_selection, self.log_alpha_action], args.alpha_lr)
+        critics = Adam(self.critic_parameters, args.learning_rate)
+        policy = Adam(self.policy.parameters(), args.learning_rate)
+        alphas = Adam([self.log_alpha_selection, self.log_alpha_action], args.learning_rate)
         self.optimizers = {"critics": critics, "policy": policy, "alphas": alphas}
         self.update_critics = Minimiser(self.critic_loss, critics, compile=args.compile)
         self.update_policy = Minimiser(self.policy_loss, policy, alphas, compile=args.compile)
@@ -262,6 +307,8 @@ class Agent(nn.Module):
 
     def update(self, batch: dict[str, Tensor], step: int) -> Metrics:
         """One update of everything."""
+        if self.args.reward_normaliser != "off":
+            batch = batch | {"rewards": self.normalise_rewards(batch["rewards"])}
         metrics = self.update_critics(batch) | self.update_policy(batch)
         soft_update(self.target_parameters, self.critic_parameters, self.args.tau)
         return metrics

@@ -38,14 +38,15 @@ class Args(RunArgs):
     """the task: any Gymnasium id with Box actions and Box or goal (Dict) observations"""
     total_timesteps: int = 1_000_000
     """how many environment steps to train for"""
-    learning_starts: int = 5000
+    learning_starts: int = 1000
     """how many steps of random actions come before the first update"""
     buffer_size: int = 1_000_000
     """how many transitions the replay buffer holds, and how many intervals that of the skip network"""
     batch_size: int = 256
     """how many transitions an update uses"""
     hidden_dim: int = 400
-    """width of the first hidden layer; the second has three quarters of it"""
+    """width of the first hidden layer; the second has three quarters of it, so that 400 gives the authors' 400 and 300,
+    and 128 gives 128 and 96 with a tenth of the weights between them"""
     gamma: float = 0.99
     """the discount factor"""
     tau: float = 0.005
@@ -62,10 +63,15 @@ class Args(RunArgs):
     """heads of the skip network, whose disagreement is the uncertainty"""
     bootstrap_probability: float = 0.5
     """probability that a head learns from a row of the batch"""
+    as_published: bool = False
+    """do as the authors' released code does, not as their paper says: the critic discounts every interval by γ, every
+    head learns from every row, the actor learns at the critic's rows, the bandit hears of each step (in the warm-up,
+    too), and a time limit is terminal"""
 
 
 UNCERTAINTY_FACTORS = (-2.5, -1.5, -1.0, -0.5, 0.0, 0.5)  # λ: the bandit's arms
-BANDIT_WINDOW = 500  # episodes that the bandit remembers
+BANDIT_WINDOW = 50  # episodes that the bandit remembers
+PUBLISHED_BANDIT_WINDOW = 500  # steps that it remembers as published
 BANDIT_EPSILON = 0.1
 BANDIT_BONUS = 0.5
 GRADIENT_LIMIT = 10.0
@@ -142,22 +148,29 @@ def epsilon_greedy(best: Tensor, max_skip: int, epsilon: float, noise: Noise) ->
 class Bandit(nn.Module):
     """Chooses λ for each episode: sliding-window UCB on the reward per step, with some random choices.
 
-    The window counts episodes; the authors' code pushes every step's reward, so that it remembers 500 steps. All state
-    is in buffers, so that checkpoints have it. `arm` is the one of the training episode under way.
+    All state is in buffers, so that checkpoints have it. `arm` is the one of the training episode under way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int):
+        """`window` is how many rewards it remembers."""
         super().__init__()
+        self.window = window
         self.register_buffer("factors", torch.tensor(UNCERTAINTY_FACTORS))
-        self.register_buffer("arms", torch.zeros(BANDIT_WINDOW, dtype=torch.int64))  # a ring, as are the rewards
-        self.register_buffer("rewards", torch.zeros(BANDIT_WINDOW))
+        self.register_buffer("arms", torch.zeros(window, dtype=torch.int64))  # a ring, as are the rewards
+        self.register_buffer("rewards", torch.zeros(window))
+        self.register_buffer("heard", torch.zeros((), dtype=torch.int64))  # rewards, ever
         self.register_buffer("episodes", torch.zeros((), dtype=torch.int64))  # that were fed back, ever
         self.register_buffer("arm", torch.zeros((), dtype=torch.int64))
 
-    def feed_back(self, reward_per_step: float) -> None:
-        """Ends the episode under way and chooses the arm of the next: each once, then ε-random or the highest bound."""
-        slot = self.episodes % BANDIT_WINDOW
-        self.arms[slot], self.rewards[slot] = self.arm, reward_per_step
+    def feed_back(self, rewards: Sequence[float]) -> None:
+        """Ends the episode under way and chooses the arm of the next: each once, then ε-random or the highest bound.
+
+        The rewards are one for the episode, its mean per step, or as published those of all steps.
+        """
+        rewards = torch.tensor(rewards[-self.window :], dtype=torch.float32, device=self.rewards.device)
+        slots = (self.heard + torch.arange(len(rewards), device=rewards.device)) % self.window
+        self.arms[slots], self.rewards[slots] = self.arm, rewards
+        self.heard += len(rewards)
         self.episodes += 1
         if self.episodes < len(self.factors):
             self.arm += 1
@@ -168,9 +181,9 @@ class Bandit(nn.Module):
             self.arm.copy_((means + BANDIT_BONUS * (1 / counts).sqrt()).argmax())  # an arm that is forgotten has ∞
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean reward per step and number of the remembered episodes of each arm; the mean of none is 0."""
+        """Mean and number of the remembered rewards of each arm; the mean of none is 0."""
         device = self.arms.device
-        remembered = torch.arange(BANDIT_WINDOW, device=device) < self.episodes
+        remembered = torch.arange(self.window, device=device) < self.heard
         played = (self.arms[:, None] == torch.arange(len(self.factors), device=device)) & remembered[:, None]
         counts = played.sum(0)
         return (played * self.rewards[:, None]).sum(0) / counts.clamp(min=1), counts
@@ -206,10 +219,7 @@ def intervals_ending_here(
 
 
 def bellman_target(rewards: Tensor, discounts: Tensor | float, terminated: Tensor, next_values: Tensor) -> Tensor:
-    """r + γ·(1-d)·Q'(s', π'(s')), with γ^m after m steps.
-
-    A time limit does not count as terminated, not even for intervals, where it does in the authors' code.
-    """
+    """r + γ·(1-d)·Q'(s', π'(s')), with γ^m after m steps. A time limit does not count as terminated."""
     return rewards + discounts * (1 - terminated) * next_values
 
 
@@ -225,10 +235,7 @@ def first_kept(batch: dict[str, Tensor], keep: Tensor, count: int) -> tuple[dict
 
 
 def ensemble_loss(values: Tensor, lengths: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Huber loss of each head at the length that was run, over the rows of its mask (batch, heads); mean of heads.
-
-    The authors' code averages over the batch before it masks, so that every head learns from every row.
-    """
+    """Huber loss of each head at the length that was run, over the rows of its mask (batch, heads); mean of heads."""
     values = values.take_along_dim(lengths.long()[:, None, None] - 1, dim=-1).squeeze(-1)  # (batch, heads)
     errors = F.huber_loss(values, target[:, None].expand_as(values), reduction="none")
     return masked_mean(errors, mask, dim=0).mean()
@@ -251,7 +258,7 @@ class Agent(nn.Module):
             self.actor = Actor(obs_dim, act_dim, args.hidden_dim)
             self.critic = Critic(obs_dim + act_dim, 1, args.hidden_dim)
             self.skip = SkipEnsemble(obs_dim + act_dim, args.num_heads, args.max_skip, args.hidden_dim)
-            self.bandit = Bandit()
+            self.bandit = Bandit(PUBLISHED_BANDIT_WINDOW if args.as_published else BANDIT_WINDOW)
         self.actor_target = copy.deepcopy(self.actor).requires_grad_(False)
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
         self.online_parameters = [*self.actor.parameters(), *self.critic.parameters()]
@@ -283,19 +290,22 @@ class Agent(nn.Module):
         self, transitions: dict[str, Tensor], intervals: dict[str, Tensor], candidates: dict[str, Tensor]
     ) -> Metrics:
         """One update each of critic, actor, targets and skip ensemble."""
-        metrics = self.update_critic(candidates) | self.update_actor(transitions)
+        metrics = self.update_critic(candidates)
+        metrics |= self.update_actor(candidates if self.args.as_published else transitions)
         soft_update(self.target_parameters, self.online_parameters, self.args.tau)
         return metrics | self.update_skip(intervals)
 
-    def critic_loss(self, candidates: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The critic from intervals that are no longer than what the skip ensemble would choose there.
+    def critic_rows(self, candidates: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Up to batch_size candidates no longer than what the skip ensemble would choose there, as in first_kept."""
+        chosen = best_skip(self.skip(candidates["obs"], candidates["actions"]), self.bandit.factor())
+        return first_kept(candidates, candidates["lengths"] <= chosen, self.args.batch_size)
 
-        As in the authors' code these are up to batch_size of the candidates; unlike there, m steps discount by γ^m.
-        """
+    def critic_loss(self, candidates: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+        """The critic from intervals that the skip ensemble would run, m steps discounted by γ^m."""
         with torch.no_grad():
-            chosen = best_skip(self.skip(candidates["obs"], candidates["actions"]), self.bandit.factor())
-            batch, keep = first_kept(candidates, candidates["lengths"] <= chosen, self.args.batch_size)
-            target = self.target(batch, self.args.gamma ** batch["lengths"])
+            batch, keep = self.critic_rows(candidates)
+            # The released code keeps γ whatever the length.
+            target = self.target(batch, self.args.gamma ** (1 if self.args.as_published else batch["lengths"]))
         q = self.critic(batch["obs"], batch["actions"])
         loss = masked_mean(F.mse_loss(q, target, reduction="none"), keep, dim=0)
         metrics = {
@@ -306,8 +316,12 @@ class Agent(nn.Module):
         return loss, metrics
 
     def actor_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The deterministic policy gradient at single steps' states (the authors': at those of the critic's rows)."""
-        loss = -self.critic(batch["obs"], self.actor(batch["obs"])).mean()
+        """The deterministic policy gradient at single steps' states or, as published, at those of the critic's rows."""
+        keep = torch.ones_like(batch["rewards"])
+        if self.args.as_published:
+            with torch.no_grad():
+                batch, keep = self.critic_rows(batch)
+        loss = -masked_mean(self.critic(batch["obs"], self.actor(batch["obs"])), keep, dim=0)
         return loss, {"losses/actor_loss": loss.detach()}
 
     def skip_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -315,7 +329,9 @@ class Agent(nn.Module):
         with torch.no_grad():
             target = self.target(batch, self.args.gamma ** batch["lengths"])
         values = self.skip(batch["obs"], batch["actions"])
-        mask = torch.rand_like(values[..., 0]) < self.args.bootstrap_probability
+        # The released code averages over the batch before it masks, so that every head learns from every row.
+        share = 1.0 if self.args.as_published else self.args.bootstrap_probability
+        mask = torch.rand_like(values[..., 0]) < share
         loss = ensemble_loss(values, batch["lengths"], target, mask)
         values, uncertainty_factor = values.detach(), self.bandit.factor()
         metrics = {
@@ -345,7 +361,7 @@ def train(args: Args) -> Path:
     skips = ReplayBuffer(min(args.buffer_size, most_intervals), fields | {"lengths": ()}, device, args.buffer_device)
 
     with Run(__file__, args, agent, {"replay": replay, "skips": skips}, device) as run:
-        (obs, _), left = env.reset(seed=run.episode_seed()), 0
+        (obs, _), left, rewards = env.reset(seed=run.episode_seed()), 0, []  # rewards of the episode's steps
         for step in run.steps():
             if left == 0:  # the last action has run its steps
                 if step <= args.learning_starts:
@@ -356,9 +372,11 @@ def train(args: Args) -> Path:
                 segment = []  # the steps of this decision so far
             next_obs, reward, terminated, truncated, info = env.step(action)
             left -= 1
-            end = {"actions": action, "next_obs": next_obs, "terminated": terminated}
+            ended = terminated or (truncated and args.as_published)
+            end = {"actions": action, "next_obs": next_obs, "terminated": ended}
             replay.add(obs=obs, rewards=reward, **end)
             segment.append((obs, reward))
+            rewards.append(reward)
             for start_obs, reward_sum, length in intervals_ending_here(segment, args.gamma):
                 skips.add(obs=start_obs, rewards=reward_sum, lengths=length, **end)
             obs = next_obs
@@ -368,10 +386,12 @@ def train(args: Args) -> Path:
                 candidates = skips.sample(CANDIDATES * args.batch_size)
                 run.record(agent.update(transitions, intervals, candidates))
             if terminated or truncated:
-                if step > args.learning_starts:  # λ has no part in a random episode, whose reward says nothing of it
-                    agent.bandit.feed_back(info["episode"]["r"] / info["episode"]["l"])
+                if args.as_published:
+                    agent.bandit.feed_back(rewards)
+                elif step - len(rewards) >= args.learning_starts:  # else λ had no part in it, or not from its start
+                    agent.bandit.feed_back([sum(rewards) / len(rewards)])
                 run.end_episode(info["episode"])
-                (obs, _), left = env.reset(seed=run.episode_seed()), 0
+                (obs, _), left, rewards = env.reset(seed=run.episode_seed()), 0, []
     return run.directory
 
 

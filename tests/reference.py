@@ -13,7 +13,7 @@ def mlp(net, *inputs):
 
 
 def gaussian(net, *inputs):
-    """Mean and standard deviation of the Gaussian under the tanh."""
+    """Mean and standard deviation of the Gaussian under the tanh; its log lies in [-5, 2]."""
     mean, raw = np.split(mlp(net, *inputs), 2)
     return mean, np.exp(-5 + 3.5 * (np.tanh(raw) + 1))
 

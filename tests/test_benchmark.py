@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -21,18 +22,26 @@ import tyro
 from sdar_utils.run import TAKEN
 from tests.conftest import ROOT, SCRIPTS, TINY, load, options, snapshot, weights
 
-TASKS = {  # steps and the n of N-Rep
-    "MountainCarContinuous-v0": (100_000, 4),
-    "LunarLanderContinuous-v3": (300_000, 4),
-    "BipedalWalker-v3": (600_000, 4),
-    "HalfCheetah-v4": (3_000_000, 2),
-    "Humanoid-v4": (3_000_000, 4),
-    "Walker2d-v4": (1_500_000, 4),
-    "Hopper-v4": (1_000_000, 4),
-    "Ant-v4": (3_000_000, 2),
-    "FetchReach-v4": (100_000, 2),
-    "Pusher-v5": (500_000, 4),
-    "Reacher-v4": (100_000, 2),
+TASKS = {  # steps, n of N-Rep, TAAC's family
+    "MountainCarContinuous-v0": (100_000, 4, "simple control"),
+    "LunarLanderContinuous-v3": (300_000, 4, "simple control"),
+    "BipedalWalker-v3": (600_000, 4, "terrain"),
+    "HalfCheetah-v4": (3_000_000, 2, "locomotion"),
+    "Humanoid-v4": (3_000_000, 4, "locomotion"),
+    "Walker2d-v4": (1_500_000, 4, "locomotion"),
+    "Hopper-v4": (1_000_000, 4, "locomotion"),
+    "Ant-v4": (3_000_000, 2, "locomotion"),
+    "FetchReach-v4": (100_000, 2, "manipulation"),
+    "Pusher-v5": (500_000, 4, "other"),
+    "Reacher-v4": (100_000, 2, "other"),
+}
+# Learning rate, reward clip (None: raw rewards), target entropy per dimension, advantage clip, warm-up, TD length.
+FAMILIES = {
+    "simple control": (1e-4, 5, -1.609, False, 10_000, 4),
+    "locomotion": (3e-4, None, -1.0, True, 50_000, 4),
+    "terrain": (5e-4, 1, -1.609, False, 20_000, 6),
+    "manipulation": (1e-3, 1, -0.916, False, 10_000, 4),
+    "other": (3e-4, None, -1.0, False, 5_000, 4),
 }
 SMALL = {**TINY, "compile": False, "eval_every": 10_000}  # evaluated at step 0, by which a test sees that it has begun
 EXTRA = shlex.join(options(**{name: value for name, value in SMALL.items() if name != "cuda"}))
@@ -108,7 +117,7 @@ def test_alone_it_explains_itself():
 def test_the_paper_is_660_commands():
     *commands, report = printed_commands("--paper", "--runs-dir", "/some where")
     expected = Counter()
-    for (task, (steps, n)), script, seed in itertools.product(TASKS.items(), SCRIPTS, range(1, 11)):
+    for (task, (steps, n, _)), script, seed in itertools.product(TASKS.items(), SCRIPTS, range(1, 11)):
         expected[task, script, str(seed), str(steps), str(n) if script == "nrep_sac" else None] += 1
     printed = Counter()
     for command in commands:
@@ -137,6 +146,72 @@ def test_the_scripts_take_what_is_printed(words):
         assert args.exp_name == module.__name__ + ("-x" if "--label" in words else "")
         assert args.track == ("--track" in words)
         assert not args.cuda
+
+
+def printed_args(*words: str) -> dict[tuple[str, str], object]:
+    """The options that each script and task ends up with."""
+    found = {}
+    for command in printed_commands(*words, "--seeds", "1")[:-1]:
+        module = load(Path(command[2]).stem)
+        found[module.__name__, option(command, "--env-id")] = tyro.cli(module.Args, args=command[3:])
+    return found
+
+
+def test_settings_reach_the_scripts():
+    """Every task's, as the authors of the baselines have them."""
+    args = printed_args("--paper")
+    for task, (_, _, family) in TASKS.items():
+        assert args["sdar_continuous_action", task].selection_entropy_scale == 0.5
+        assert args["temporl_continuous_action", task].max_skip == args["ute_continuous_action", task].max_skip
+        rate, clip, entropy, advantage_clip, warm_up, td_length = FAMILIES[family]
+        taac = args["taac_continuous_action", task]
+        assert (taac.learning_rate, taac.advantage_clip, taac.td_length) == (rate, advantage_clip, td_length)
+        assert taac.reward_normaliser == ("off" if clip is None else "full")
+        assert clip in (None, taac.reward_clip)
+        assert math.log(2 * taac.action_min_prob) == pytest.approx(entropy, abs=1e-3)
+        assert taac.learning_starts == warm_up
+        assert (taac.initial_std, taac.log_std_max) == (1, 2)
+        assert taac.log_std_min == (-10 if family in ("locomotion", "other") else -20)
+
+
+def test_a_short_run_has_a_warm_up_of_a_tenth_at_most():
+    args = printed_args("--algos", "taac", "--total-timesteps", "30000")
+    warm_ups = {task: args["taac_continuous_action", task].learning_starts for task in TASKS}
+    assert warm_ups == {task: 5000 if family == "other" else 3000 for task, (_, _, family) in TASKS.items()}
+
+
+@pytest.mark.parametrize(
+    ("algo", "extra", "expected"),
+    [
+        ("sdar", "--selection-entropy-scale 0.4", {"selection_entropy_scale": 0.4}),
+        ("nrep", "--repeat 3", {"repeat": 3}),
+        ("ute", "--max-skip 7", {"max_skip": 7}),
+        ("taac", "--no-advantage-clip --learning-starts 77", {"advantage_clip": False, "learning_starts": 77}),
+    ],
+)
+def test_extra_args_win_over_settings(algo, extra, expected):
+    (args,) = printed_args("--algos", algo, "--tasks", "Ant-v4", "--extra-args", extra).values()
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_other_tasks_get_the_defaults_and_the_sweep_says_so(place):
+    words = ["--tasks", "Ant-v4,Pendulum-v1", "--total-timesteps", "60"]
+    for (script, task), args in printed_args(*words).items():
+        if task == "Pendulum-v1":
+            swept = {"env_id", "seed", "total_timesteps", "exp_name", "run_name", "runs_dir", "cuda", "compile"}
+            default = load(script).Args()
+            names = {field.name for field in dataclasses.fields(args)} - swept
+            assert {name: getattr(args, name) for name in names} == {name: getattr(default, name) for name in names}
+    for dry in ([], ["--dry-run"]):
+        out = sweep(place, *words, *dry, "--algos", "sac", "--seeds", "1", python=str(place / "python")).stdout
+        assert out.count("not in the table of settings") == 1
+        assert "Pendulum-v1 is not in the table of settings" in out
+
+
+def test_the_page_has_the_settings_as_they_are():
+    page = (ROOT / "docs" / "benchmark.md").read_text()
+    (printed,) = re.findall(r"<!-- \./benchmark\.sh --settings -->\n\n(.*?)\n\n<!-- end -->", page, re.S)
+    assert printed == sweep(ROOT, "--settings").stdout.strip()
 
 
 def test_selection():

@@ -146,21 +146,21 @@ def test_evaluation_holds_for_a_decision_and_no_longer(repeat):
 # Updates.
 
 
-@pytest.mark.parametrize("repeat", [1, 4])
-@pytest.mark.parametrize("learning_starts", [0, 7])
-def test_one_update_per_step_once_there_is_a_row(tmp_path, updates, repeat, learning_starts):
-    train(nrep, tmp_path, env_id="Restless10-v0", repeat=repeat, total_timesteps=20, learning_starts=learning_starts)
-    assert updates == list(range(max(repeat, learning_starts + 1), 21))
-
-
 @pytest.mark.parametrize("learning_starts", [0, 4, 15])
-def test_one_update_per_decision_if_asked(tmp_path, rows, updates, learning_starts):
+def test_one_update_per_decision(tmp_path, rows, updates, learning_starts):
     """Counted by decisions, so that the actor's turn comes at every second one."""
-    options = {"repeat": 4, "learning_starts": learning_starts, "update_per_decision": True}
-    train(nrep, tmp_path, env_id="Restless10-v0", total_timesteps=25, **options)
+    train(nrep, tmp_path, env_id="Restless10-v0", repeat=4, total_timesteps=25, learning_starts=learning_starts)
     ends = [4, 8, 10, 14, 18, 20, 24]  # episodes have 10 steps
     assert len(rows) == len(ends)
     assert updates == [decision for decision, end in enumerate(ends, 1) if end > learning_starts]
+
+
+@pytest.mark.parametrize("repeat", [1, 4])
+@pytest.mark.parametrize("learning_starts", [0, 7])
+def test_one_update_per_step_if_asked_once_there_is_a_row(tmp_path, updates, repeat, learning_starts):
+    options = {"repeat": repeat, "learning_starts": learning_starts, "update_per_step": True}
+    train(nrep, tmp_path, env_id="Restless10-v0", total_timesteps=20, **options)
+    assert updates == list(range(max(repeat, learning_starts + 1), 21))
 
 
 def test_repeating_once_is_sac(tmp_path):

@@ -11,7 +11,7 @@ import torch
 import taac_continuous_action as taac
 from sdar_utils.noise import EpisodesNoise, Noise
 from tests.conftest import TINY, assert_compiled_equals_eager, evaluations, train
-from tests.reference import gaussian, log_density, mlp, value
+from tests.reference import log_density, mlp, value
 
 OBS, ACT, BATCH, LENGTH = 3, 2, 8, 3
 GAMMA = 0.99
@@ -82,6 +82,13 @@ def make_batch(seed=0, length=LENGTH, dtype=torch.float32, device="cpu"):
 # Plain numpy, one state at a time.
 
 
+def gaussian(agent, *inputs):
+    """Mean and standard deviation of the Gaussian under the tanh; `raw` is 0 on average in an untrained network."""
+    mean, raw = np.split(mlp(agent.policy, *inputs), 2)
+    low, high = math.exp(agent.args.log_std_min), math.exp(agent.args.log_std_max)
+    return mean, np.clip(agent.args.initial_std * np.exp(raw), low, high)
+
+
 def act_probability(repeat, act, alpha, clip=False):
     """The second entry of a softmax over both values, with the authors' clip of what acting adds."""
     logits = np.array([repeat, max(act, repeat) if clip else act]) / max(alpha, 1e-10)
@@ -91,7 +98,7 @@ def act_probability(repeat, act, alpha, clip=False):
 
 def decide_by_hand(agent, obs, prev, noise=0.0):
     """The candidate, which is tanh(mean) without noise, and β(act) under the online critics."""
-    mean, std = gaussian(agent.policy, obs, prev)
+    mean, std = gaussian(agent, obs, prev)
     candidate = np.tanh(mean + std * noise)
     repeat, act = (value((agent.q1, agent.q2), obs, a) for a in (prev, candidate))
     return candidate, act_probability(repeat, act, agent.alpha_selection.item(), agent.args.advantage_clip)
@@ -326,7 +333,7 @@ def actor_terms(agent, batch, weights=None):
     for i, n in np.ndindex(BATCH, LENGTH):
         obs, prev = batch["obs"][i, n].numpy(), batch["prev_actions"][i, n].numpy()
         candidate, p = decide_by_hand(agent, obs, prev)
-        mean, std = gaussian(agent.policy, obs, prev)
+        mean, std = gaussian(agent, obs, prev)
         log_pi = log_density(candidate, mean, std).sum()
         weight = 1.0 if batch["first"][i, n] else p
         probabilities.append(weight)
@@ -336,7 +343,14 @@ def actor_terms(agent, batch, weights=None):
     return np.array(terms), np.array(log_pis), np.array(probabilities)
 
 
-@pytest.mark.parametrize("options", [{}, {"advantage_clip": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"advantage_clip": True},
+        {"action_min_prob": 0.1, "initial_std": 0.2, "log_std_min": -1.65, "log_std_max": -1.55},
+    ],
+)
 def test_policy_loss_against_brute_force(no_noise, options):
     agent, batch = make_agent(**options).double(), make_batch(dtype=torch.float64)
     loss, metrics = agent.policy_loss(batch)
@@ -348,7 +362,8 @@ def test_policy_loss_against_brute_force(no_noise, options):
     assert metrics["repetition/selection_entropy"].item() == pytest.approx(entropy)
     gradients = torch.autograd.grad(loss, [agent.log_alpha_selection, agent.log_alpha_action])
     assert gradients[0].item() == pytest.approx(entropy - (-0.95 * math.log(0.95) - 0.05 * math.log(0.05)), rel=1e-9)
-    assert gradients[1].item() == pytest.approx(-log_pis.mean() + ACT, rel=1e-9)
+    share = options.get("action_min_prob", 0.184)
+    assert gradients[1].item() == pytest.approx(-log_pis.mean() - ACT * math.log(2 * share), rel=1e-9)
 
 
 def test_policy_gradient_takes_the_switch_for_a_constant(no_noise):
@@ -395,6 +410,77 @@ def test_first_rows_have_no_part_in_the_switch():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+# π's spread, and what the authors set by family of tasks.
+
+
+def test_target_entropies():
+    """That of a uniform density on a share of [-1, 1], per dimension; 0.184 gives SAC's -1."""
+    for share, expected in [(0.184, -1.0), (0.1, -1.609), (0.2, -0.916)]:
+        width = 2 * share
+        density = 1 / width
+        by_hand = -width * density * math.log(density)
+        assert by_hand == pytest.approx(expected, abs=1e-3)
+        assert make_agent(action_min_prob=share).target_entropy_action == pytest.approx(ACT * by_hand, rel=1e-12)
+
+
+@pytest.mark.parametrize("initial_std", [1.0, 0.2])
+def test_standard_deviations_before_training_and_their_bounds(initial_std):
+    agent, (obs, prev) = make_agent(initial_std=initial_std), some_states(500)
+    _, log_std = agent.policy(torch.from_numpy(obs), torch.from_numpy(prev))
+    assert log_std.mean().exp().item() == pytest.approx(initial_std, rel=0.2)
+    for shift, expected in [(-50.0, -10.0), (50.0, 2.0)]:
+        agent.policy.fc3.bias.data[ACT:] = shift
+        _, log_std = agent.policy(torch.from_numpy(obs), torch.from_numpy(prev))
+        assert (log_std == expected).all()
+
+
+def running_mean(values):
+    """The authors' average over k + 1 batches, as one weighted sum: the newest has 8/(8 + k), the others the rest."""
+    weights = np.ones(len(values))
+    for k in range(len(values)):
+        weights[:k] *= 1 - 8 / (8 + k)
+        weights[k] = 8 / (8 + k)
+    assert weights.sum() == pytest.approx(1)
+    return (weights * values).sum()
+
+
+@pytest.mark.parametrize(("mode", "clip"), [("full", 5.0), ("full", 0.7), ("scale", 5.0), ("scale", 0.7)])
+def test_reward_normaliser_by_hand(mode, clip):
+    rng, normaliser = np.random.default_rng(0), taac.RewardNormaliser(mode == "full", clip).double()
+    batches = [rng.normal(3 - k, 2 + 0.2 * k, (BATCH, LENGTH)) for k in range(12)]
+    clipped = 0
+    for k, rewards in enumerate(batches):
+        seen = batches[: k + 1]
+        mean = running_mean([batch.mean() for batch in seen]) if mode == "full" else 0.0
+        square = running_mean([(batch**2).mean() for batch in seen])
+        expected = (rewards - mean) / math.sqrt(square - mean**2)
+        clipped += (abs(expected) > clip).sum()
+        normalised = normaliser(torch.from_numpy(rewards)).numpy()
+        np.testing.assert_allclose(normalised, np.clip(expected, -clip, clip), rtol=1e-6)
+    assert (clipped > 0) == (clip < 1)
+
+
+def test_a_constant_reward_normalises_to_something_finite():
+    for mode, expected in [(True, 0.0), (False, 1.0)]:
+        normaliser = taac.RewardNormaliser(mode, 5.0)
+        for _ in range(3):
+            assert normaliser(torch.full((4, 3), 2.5)).sub(expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["off", "full", "scale"])
+def test_critics_learn_from_normalised_rewards(mode, monkeypatch):
+    """Of every update, and the normaliser's state is part of the agent's."""
+    agent, seen = make_agent(reward_normaliser=mode, reward_clip=0.5), []
+    alike = taac.RewardNormaliser(mode == "full", 0.5)
+    monkeypatch.setattr(agent, "update_critics", lambda batch: seen.append(batch["rewards"]) or {})
+    for seed in (1, 2):
+        batch = make_batch(seed)
+        agent.update(batch, seed)
+        torch.testing.assert_close(seen[-1], batch["rewards"] if mode == "off" else alike(batch["rewards"]))
+    state = {name.split(".")[-1]: value for name, value in agent.state_dict().items() if "normalise" in name}
+    assert state == ({} if mode == "off" else alike.state_dict())
+
+
 # Updates.
 
 
@@ -409,10 +495,10 @@ def test_everything_moves_once_at_every_step():
     assert counts == {"critics": 3, "policy": 3, "alphas": 3}
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_update_runs_on_the_meta_device(clip):
+@pytest.mark.parametrize("options", [{}, {"advantage_clip": True}, {"reward_normaliser": "full"}])
+def test_update_runs_on_the_meta_device(options):
     """No tensor is made elsewhere, nothing waits for a value, no shape depends on data."""
-    metrics = make_agent(device="meta", advantage_clip=clip).update(make_batch(device="meta"), step=1)
+    metrics = make_agent(device="meta", **options).update(make_batch(device="meta"), step=1)
     assert all(value.device.type == "meta" for value in metrics.values())
 
 
@@ -492,7 +578,16 @@ def test_warm_up_flips_a_fair_coin_and_draws_uniformly():
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [({"td_length": 1}, "--td-length must be at least 2"), ({"buffer_size": 2}, "--buffer-size 2 cannot hold the 3")],
+    [
+        ({"td_length": 1}, "--td-length must be at least 2"),
+        ({"buffer_size": 2}, "--buffer-size 2 cannot hold the 3"),
+        ({"learning_rate": 0.0}, "--learning-rate must be finite and above 0"),
+        ({"initial_std": -1.0}, "--initial-std must be finite and above 0"),
+        ({"reward_clip": 0.0}, "--reward-clip must be finite and above 0"),
+        ({"action_min_prob": 0.0}, r"--action-min-prob must be in \(0, 1\]"),
+        ({"log_std_min": -math.inf}, "--log-std-min must be finite"),
+        ({"log_std_min": 2.0}, "--log-std-min 2.0 must be below --log-std-max 2.0"),
+    ],
 )
 def test_bad_options_are_refused(options, complaint):
     with pytest.raises(SystemExit, match=complaint):
@@ -506,6 +601,6 @@ def test_bad_options_are_refused(options, complaint):
 def test_taac_learns(tmp_path):
     """Five seeds ended between -2.9 and -3.3; untrained critics, no bootstrap or a wrong sign end below -4.3."""
     small = {"hidden_dim": 64, "batch_size": 32, "eval_episodes": 10, "learning_starts": 200, "total_timesteps": 1500}
-    rates = {"policy_lr": 1e-3, "q_lr": 2e-3, "alpha_lr": 2e-3, "tau": 0.02, "gamma": 0.9}
+    rates = {"learning_rate": 2e-3, "tau": 0.02, "gamma": 0.9}
     directory = train(taac, tmp_path, env_id="TaacReach-v0", **small, **rates)
     assert evaluations(directory)[-1]["return"] > -3.7

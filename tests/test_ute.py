@@ -52,12 +52,12 @@ def best_by_hand(values, factor):
     return 1 + int(np.argmax(scores(values, factor)))
 
 
-def target_by_hand(agent, batch, i):
-    """R + γ^length·(1-d)·Q'(s', π'(s'))."""
+def target_by_hand(agent, batch, i, discount=None):
+    """R + γ^length·(1-d)·Q'(s', π'(s')), unless another discount is given."""
     obs = batch["next_obs"][i].numpy()
     value = mlp(agent.critic_target, obs, np.tanh(mlp(agent.actor_target, obs)))[0]
-    alive = 1 - batch["terminated"][i].item()
-    return batch["rewards"][i].item() + np.prod([0.99] * int(batch["lengths"][i])) * alive * value
+    discount = discount or np.prod([0.99] * int(batch["lengths"][i]))
+    return batch["rewards"][i].item() + discount * (1 - batch["terminated"][i].item()) * value
 
 
 # Decisions.
@@ -85,7 +85,7 @@ def test_greedy_episodes_take_the_best_factor_and_others_that_of_the_training_ep
     agent.skip.fc1.weight.data[:, OBS:] *= 10  # so that the best skip depends on the noise
     agent.bandit.arms[:2] = torch.tensor([5, 0])
     agent.bandit.rewards[:2] = torch.tensor([2.0, 1.0])
-    agent.bandit.episodes.fill_(2)
+    agent.bandit.heard.fill_(2)
     agent.bandit.arm.fill_(0)
     before = {name: value.clone() for name, value in agent.bandit.state_dict().items()}
     obs = np.random.default_rng(0).normal(size=(60, OBS)).astype(np.float32)
@@ -105,16 +105,20 @@ def test_greedy_episodes_take_the_best_factor_and_others_that_of_the_training_ep
 # The bandit.
 
 
-def test_bandit_against_brute_force(monkeypatch):
-    """1500 episodes, so that the window wraps and arms are forgotten, with a best arm that changes."""
+@pytest.mark.parametrize(("window", "lengths"), [(50, [1]), (500, [200, 30, 700, 1, 80])])
+def test_bandit_against_brute_force(monkeypatch, window, lengths):
+    """With a reward per episode, or one per step of episodes shorter and longer than what it remembers.
+
+    So many episodes that the window wraps and arms are forgotten, with a best arm that changes.
+    """
     monkeypatch.setattr(torch, "rand", lambda *_: torch.tensor(1.0))  # never at random
-    bandit, rng, played, forgotten = ute.Bandit(), np.random.default_rng(0), [], 0
+    bandit, rng, played, forgotten = ute.Bandit(window), np.random.default_rng(0), [], 0
 
     def bound(arm):
-        rewards = [reward for a, reward in played[-500:] if a == arm]
+        rewards = [reward for a, reward in played[-window:] if a == arm]
         return np.mean(rewards) + 0.5 * math.sqrt(1 / len(rewards)) if rewards else math.inf
 
-    for episode in range(1500):
+    for episode in range(400):
         arm = bandit.arm.item()
         assert bandit.factor().item() == ARMS[arm]
         if episode < len(ARMS):
@@ -123,52 +127,52 @@ def test_bandit_against_brute_force(monkeypatch):
             bounds = [bound(a) for a in range(len(ARMS))]
             assert bounds[arm] >= max(bounds) - 1e-5
             forgotten += bounds[arm] == math.inf
-        reward = 2 * (arm == 1) if episode < 700 else 0.3 * (arm == 4)
-        reward = float(reward + 0.2 * rng.normal())
-        bandit.feed_back(reward)
-        played.append((arm, reward))
+        mean = 2.0 * (arm == 1) if episode < 200 else 0.3 * (arm == 4)
+        rewards = (mean + 0.2 * rng.normal(size=lengths[episode % len(lengths)])).tolist()
+        bandit.feed_back(rewards)
+        played += [(arm, reward) for reward in rewards]
     assert forgotten > 0
 
 
 def test_bandit_follows_a_change():
     """Arm 1 pays most, then arm 4 does: each is played most of the time and is the best before long."""
     torch.manual_seed(0)
-    bandit = ute.Bandit()
+    bandit = ute.Bandit(50)
     for best in (1, 4):
         played = []
-        for _ in range(900):
+        for _ in range(400):
             arm = bandit.arm.item()
             played.append(arm)
-            bandit.feed_back(1.0 * (arm == best) + 0.2 * torch.randn(()).item())
-        assert np.mean(np.array(played[-300:]) == best) > 0.75
+            bandit.feed_back([2.0 * (arm == best) + 0.2 * torch.randn(()).item()])
+        assert np.mean(np.array(played[-300:]) == best) > 0.6
         assert set(played) == set(range(6))
         assert bandit.best_factor().item() == ARMS[best]
 
 
 def test_bandit_explores_a_tenth_of_the_time():
     torch.manual_seed(0)
-    bandit, played = ute.Bandit(), []
+    bandit, played = ute.Bandit(500), []
     for _ in range(3000):
         played.append(bandit.arm.item())
-        bandit.feed_back(100.0 * (played[-1] == 3))  # nothing but chance, and forgetting, makes it play another
+        bandit.feed_back([100.0 * (played[-1] == 3)])  # nothing but chance, and forgetting, makes it play another
     assert played[:6] == [0, 1, 2, 3, 4, 5]
     shares = np.bincount(played[6:], minlength=6) / len(played[6:])
     np.testing.assert_allclose(shares[[0, 1, 2, 4, 5]], 0.1 / 6, atol=0.008)
 
 
 def test_best_factor_needs_data():
-    bandit = ute.Bandit()
+    bandit = ute.Bandit(50)
     assert bandit.best_factor().item() == ARMS[0]  # nothing is known
     for reward in (-3.0, -1.0, -2.0):  # all negative: arms 3 to 5 have a mean of none, which must not count as 0
-        bandit.feed_back(reward)
+        bandit.feed_back([reward])
     assert bandit.arm.item() == 3
     assert bandit.best_factor().item() == ARMS[1]
 
 
-def test_training_feeds_back_the_reward_per_step(tmp_path, monkeypatch):
-    """Episodes of 5 steps that pay 0, 1, 2, 3, 4; the first two are over within the warm-up.
+def bandit_after_training(tmp_path, monkeypatch, **options):
+    """Episodes of 5 steps that pay 0, 1, 2, 3, 4; the third begins in the warm-up and ends after it.
 
-    The end of an episode may be saved, so that the bandit must have moved on before.
+    Also how many episodes it had heard of each time that an episode's end may have been saved.
     """
     fed_back, end_episode = [], ute.Run.end_episode
 
@@ -177,12 +181,38 @@ def test_training_feeds_back_the_reward_per_step(tmp_path, monkeypatch):
         end_episode(run, statistics)
 
     monkeypatch.setattr(ute.Run, "end_episode", recorded)
-    options = {"env_id": "tests.tasks:Ending-v0", "total_timesteps": 30, "learning_starts": 12, "eval_every": 0}
+    options |= {"env_id": "tests.tasks:Ending-v0", "total_timesteps": 30, "learning_starts": 12, "eval_every": 0}
     saved = weights(ute.train(ute.Args(**{**TINY, **options, "runs_dir": str(tmp_path)})))
-    assert fed_back == [0, 0, 1, 2, 3, 4]
-    assert saved["bandit.arms"][:4].tolist() == [0, 1, 2, 3]
-    assert saved["bandit.arm"] == 4
-    assert saved["bandit.rewards"][:5].tolist() == [2, 2, 2, 2, 0]
+    return fed_back, {name.removeprefix("bandit."): value for name, value in saved.items() if "bandit" in name}
+
+
+def test_training_feeds_back_the_reward_per_step(tmp_path, monkeypatch):
+    fed_back, bandit = bandit_after_training(tmp_path, monkeypatch)
+    assert fed_back == [0, 0, 0, 1, 2, 3]
+    assert len(bandit["arms"]) == 50
+    assert bandit["arms"][:3].tolist() == [0, 1, 2]
+    assert bandit["arm"] == 3
+    assert bandit["rewards"][:4].tolist() == [2, 2, 2, 0]
+
+
+def test_as_published_it_feeds_back_every_reward(tmp_path, monkeypatch):
+    fed_back, bandit = bandit_after_training(tmp_path, monkeypatch, as_published=True)
+    assert fed_back == [1, 2, 3, 4, 5, 6]
+    assert len(bandit["arms"]) == 500
+    assert bandit["arms"][:30].tolist() == [arm for arm in range(6) for _ in range(5)]
+    assert bandit["rewards"][:31].tolist() == [0, 1, 2, 3, 4] * 6 + [0]
+
+
+@pytest.mark.parametrize("as_published", [False, True])
+@pytest.mark.parametrize(("env_id", "length", "ends"), [("Endless-v0", 7, False), ("Ending-v0", 5, True)])
+def test_a_time_limit_is_terminal_as_published_only(tmp_path, monkeypatch, env_id, length, ends, as_published):
+    rows, add = [], ute.ReplayBuffer.add
+    monkeypatch.setattr(ute.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
+    options = {"env_id": f"tests.tasks:{env_id}", "total_timesteps": 30, "as_published": as_published}
+    ute.train(ute.Args(**{**TINY, **options, "runs_dir": str(tmp_path)}))
+    last = [row["next_obs"][0] == length for row in rows]
+    assert 0 < sum(last) < len(last)
+    assert [row["terminated"] for row in rows] == [at_end and (ends or as_published) for at_end in last]
 
 
 # Losses.
@@ -204,6 +234,17 @@ def test_heads_have_masks_of_their_own(monkeypatch):
     assert ((first.mean(0) - 0.3).abs() < 4.5 * math.sqrt(0.3 * 0.7 / 5000)).all()
     together = torch.corrcoef(torch.cat([first, second], dim=1).T) - torch.eye(2 * HEADS)
     assert together.abs().max() < 4.5 / math.sqrt(5000)  # no two heads, no two updates share a mask
+
+
+def test_as_published_every_head_learns_from_every_row(monkeypatch):
+    """Whatever the probability: the released code takes the batch's mean before it masks."""
+    agent, batch = make_agent(as_published=True, bootstrap_probability=0.1).double(), make_batch(dtype=torch.float64)
+    expected = 0.0
+    for i in range(BATCH):
+        values = head_values(agent, batch["obs"][i].numpy(), batch["actions"][i].numpy())
+        target = target_by_hand(agent, batch, i)
+        expected += np.mean([huber(head[int(batch["lengths"][i]) - 1] - target) for head in values]) / BATCH
+    assert agent.skip_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
 
 
 def huber(error):
@@ -235,40 +276,61 @@ def test_skip_loss_and_its_gradient_against_brute_force(monkeypatch):
     assert metrics["repetition/best_skip"].item() == pytest.approx(np.mean(chosen))
 
 
-def critic_loss_by_hand(agent, batch, factor):
-    errors, candidates = [], 0
+def critic_loss_by_hand(agent, batch, factor, discount):
+    errors, values, candidates = [], [], 0
     for i in range(len(batch["lengths"])):
         obs, action = batch["obs"][i].numpy(), batch["actions"][i].numpy()
         if batch["lengths"][i] <= best_by_hand(head_values(agent, obs, action), factor):
             candidates += 1
             if candidates <= BATCH:
-                errors.append(mlp(agent.critic, obs, action)[0] - target_by_hand(agent, batch, i))
-    return np.mean(np.square(errors)), candidates
+                errors.append(mlp(agent.critic, obs, action)[0] - target_by_hand(agent, batch, i, discount))
+                values.append(mlp(agent.critic, obs, np.tanh(mlp(agent.actor, obs)))[0])
+    return np.mean(np.square(errors)), np.mean(values), candidates
 
 
+@pytest.mark.parametrize("as_published", [False, True])
 @pytest.mark.parametrize("arm", [0, 5])
 @pytest.mark.parametrize(("rows", "cut"), [(2 * BATCH, False), (10 * BATCH, True)])
-def test_critic_takes_intervals_that_the_network_would_run(arm, rows, cut):
-    """The first batch_size rows whose length is at most the chosen skip, each discounted by its length."""
-    agent, batch = make_agent().double(), make_batch(seed=3, rows=rows, dtype=torch.float64, scale=2.0)
+def test_critic_takes_intervals_that_the_network_would_run(arm, rows, cut, as_published):
+    """The first batch_size rows whose length is at most the chosen skip, each discounted by its length.
+
+    As published by γ, and the actor learns there too.
+    """
+    agent = make_agent(as_published=as_published).double()
+    batch = make_batch(seed=3, rows=rows, dtype=torch.float64, scale=2.0)
     agent.skip.fc3.bias.data.view(HEADS, SKIP)[:, 1] += 0.1  # neither 1, which keeps few, nor 5, which keeps all
     agent.bandit.arm.fill_(arm)
     loss, metrics = agent.critic_loss(batch)
-    expected, candidates = critic_loss_by_hand(agent, batch, ARMS[arm])
+    discount = 0.99 if as_published else None
+    expected, value, candidates = critic_loss_by_hand(agent, batch, ARMS[arm], discount)
     assert (candidates > BATCH) == cut
     assert 0 < candidates < rows
     assert loss.item() == pytest.approx(expected, rel=1e-9)
     assert metrics["losses/critic_rows"].item() == min(candidates, BATCH)
+    actor_loss = agent.actor_loss(batch)[0].item()
+    everywhere = -agent.critic(batch["obs"], agent.actor(batch["obs"])).mean().item()
+    assert actor_loss == pytest.approx(-value if as_published else everywhere, rel=1e-9)
+    assert abs(value + everywhere) > 1e-4  # which of the two is seen
 
 
-def test_critic_without_a_row_learns_nothing():
-    agent, batch = make_agent(), make_batch()
+@pytest.mark.parametrize("as_published", [False, True])
+def test_the_actor_learns_at_single_steps_or_at_the_critics_rows(monkeypatch, as_published):
+    agent, seen = make_agent(as_published=as_published), []
+    monkeypatch.setattr(agent, "update_actor", lambda batch: seen.append(batch) or {})
+    transitions, intervals, candidates = make_batch(0), make_batch(1, 12), make_batch(2, 18)
+    agent.update(transitions, intervals, candidates)
+    assert seen[0] is (candidates if as_published else transitions)
+
+
+def test_without_a_row_nothing_is_learnt():
+    agent, batch = make_agent(as_published=True), make_batch()
     agent.skip.fc3.bias.data.view(HEADS, SKIP)[:, 0] += 100  # one step is always best
     batch["lengths"].fill_(2)
     loss, _ = agent.critic_loss(batch)
     loss.backward()
     assert loss.item() == 0
     assert all((p.grad == 0).all() for p in agent.critic.parameters())
+    assert all((g == 0).all() for g in torch.autograd.grad(agent.actor_loss(batch)[0], agent.actor.parameters()))
 
 
 @pytest.mark.parametrize("scale", [1.0, 3e4])
@@ -288,16 +350,17 @@ def test_torso_gradients_are_scaled_and_all_are_clamped(scale):
     assert (clamped > 0) == (scale > 1)
 
 
-def test_compiled_losses_equal_eager_ones():
+@pytest.mark.parametrize("as_published", [False, True])
+def test_compiled_losses_equal_eager_ones(as_published):
     """Also after the bandit has moved: its arm must not be compiled in."""
     torch._dynamo.reset()
-    eager, fast = (make_agent(compile=c) for c in (False, True))
+    eager, fast = (make_agent(compile=c, as_published=as_published) for c in (False, True))
     for seed in (0, 1):
         batches, metrics = [make_batch(seed + 100 * i, rows) for i, rows in enumerate((BATCH, 12, 18))], []
         for agent in (eager, fast):
             torch.manual_seed(seed)
             metrics.append(agent.update(*batches))
-            agent.bandit.feed_back(0.0)
+            agent.bandit.feed_back([0.0])
         assert metrics[1]["repetition/uncertainty_factor"].item() == ARMS[seed]
         assert metrics[0].keys() == metrics[1].keys()
         for name in metrics[0]:
