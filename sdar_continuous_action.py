@@ -78,8 +78,12 @@ class Args(RunArgs):
     warmup_repeats: bool = False
     """draw the act-or-repeat bits from β during the random warm-up too, which repeats half of them; off, every
     dimension acts there, as in SAC's warm-up"""
-    mask_repeated_logprob: bool = False
-    """sum log π over the acting dimensions only instead of all"""
+    act_prior: float = 0.5
+    """p: β's bonus is for being near Bernoulli(p), so that below 0.5 a dimension repeats unless acting is worth it; 0.5
+    is the paper's entropy bonus"""
+    action_entropy: Literal["all", "acting"] = "all"
+    """whose entropy π has a bonus and a target for: all, as the paper's equations are written, with -|A| for all
+    dimensions together, or acting, with -1 for each dimension that acts"""
     entropy_in_target: bool = False
     """add both policies' entropy bonuses to the critics' target; Eq. 6 has none"""
 
@@ -97,6 +101,7 @@ def check_args(args: Args) -> None:
             f"--num-selection-samples {args.num_selection_samples} is too few: 1 at least, 2 with the leave-one-out "
             "baseline (--no-selection-baseline turns it off)"
         )
+    require(args, "in (0, 1)", lambda value: 0 < value < 1, "act_prior")
 
 
 # Networks.
@@ -189,6 +194,17 @@ def selection_entropy(selection_logits: Tensor) -> Tensor:
     return (F.softplus(selection_logits) - selection_logits * torch.sigmoid(selection_logits)).sum(-1)
 
 
+def prior_log_odds(act_mask: Tensor, act_prior: float) -> Tensor:
+    """log of how much likelier b is under Bernoulli(p) than under fair coins; its mean under β if given β(act) as b."""
+    odds, repeat = math.log(act_prior / (1 - act_prior)), math.log(2 * (1 - act_prior))
+    return (act_mask * odds + repeat).sum(-1)
+
+
+def selection_bonus(selection_logits: Tensor, act_prior: float) -> Tensor:
+    """n·log 2 - KL(β ‖ Bernoulli(p)) of n bits: takes the place of β's entropy in Eqs. 8-10, and is it with p = ½."""
+    return selection_entropy(selection_logits) + prior_log_odds(torch.sigmoid(selection_logits), act_prior)
+
+
 def all_schemas(bits: int, device: torch.device | None = None) -> Tensor:
     """𝓑 = {0, 1}^bits as act masks, (2^bits, 1, bits)."""
     index = torch.arange(2**bits, device=device)
@@ -227,7 +243,7 @@ def sampled_selection_objective(selection_logits: Tensor, act_masks: Tensor, val
     return (values * ratio).mean(0)
 
 
-def temperature_loss(log_alpha: Tensor, entropy: Tensor, target_entropy: float) -> Tensor:
+def temperature_loss(log_alpha: Tensor, entropy: Tensor, target_entropy: Tensor | float) -> Tensor:
     """Eq. 10: α grows while the entropy is below its target and shrinks while it is above."""
     return log_alpha * (entropy - target_entropy)
 
@@ -251,8 +267,7 @@ class Agent(nn.Module):
                 f"{args.batch_size} states of a batch; it is limited to {MAX_EXACT_BITS} action dimensions, use sampled"
             )
         self.schemas = all_schemas(self.bits, device) if self.exact else None
-        self.target_entropy_action = -float(act_dim)
-        self.target_entropy_selection = args.selection_entropy_scale * self.bits * math.log(2)
+        self.target_bonus_selection = args.selection_entropy_scale * self.bits * math.log(2)
 
         with device:
             self.selection = SelectionPolicy(obs_dim, act_dim, self.bits, args.hidden_dim)
@@ -328,7 +343,9 @@ class Agent(nn.Module):
             next_values = torch.minimum(self.q1_target(next_obs, next_actions), self.q2_target(next_obs, next_actions))
             if self.args.entropy_in_target:
                 next_values = action_objective(next_values, self.joint_log_prob(log_prob, act_mask), self.alpha_action)
-                next_values = next_values - self.alpha_selection * selection_log_prob(selection_logits, act_mask)
+                log_beta = selection_log_prob(selection_logits, act_mask)
+                log_beta = log_beta - prior_log_odds(act_mask, self.args.act_prior)
+                next_values = next_values - self.alpha_selection * log_beta
             target = bellman_target(batch["rewards"], batch["terminated"], next_values, self.args.gamma)
         q1, q2 = self.q1(batch["obs"], batch["actions"]), self.q2(batch["obs"], batch["actions"])
         q1_loss, q2_loss = F.mse_loss(q1, target), F.mse_loss(q2, target)
@@ -347,17 +364,20 @@ class Agent(nn.Module):
             selection_logits = self.selection(batch["obs"], batch["prev_actions"])
             first = batch["first"].bool()
             act_mask = sample_act_mask(selection_logits) | first[:, None]  # where a⁻ does not exist, all act
-            entropy_selection = masked_mean(selection_entropy(selection_logits), ~first)
-        actions, log_prob = act_given_mask(self.policy, batch["obs"], batch["prev_actions"], act_mask)
-        log_prob = self.joint_log_prob(log_prob, act_mask)
+            bonus_selection = masked_mean(selection_bonus(selection_logits, self.args.act_prior), ~first)
+        actions, log_probs = act_given_mask(self.policy, batch["obs"], batch["prev_actions"], act_mask)
+        log_prob = self.joint_log_prob(log_probs, act_mask)
         policy_loss = -action_objective(self.clipped_value(batch["obs"], actions), log_prob, self.alpha_action).mean()
-        entropy_action = -log_prob.detach().mean()
-        alpha_loss = temperature_loss(self.log_alpha_selection, entropy_selection, self.target_entropy_selection)
-        alpha_loss = alpha_loss + temperature_loss(self.log_alpha_action, entropy_action, self.target_entropy_action)
+        entropies, acts = -log_probs.detach(), act_mask.expand_as(log_probs)
+        entropy_action, target_action = -log_prob.detach().mean(), -self.counted(acts).sum(-1).mean()
+        alpha_loss = temperature_loss(self.log_alpha_selection, bonus_selection, self.target_bonus_selection)
+        alpha_loss = alpha_loss + temperature_loss(self.log_alpha_action, entropy_action, target_action)
         metrics = {
             "losses/actor_loss": policy_loss.detach(),
             "losses/alpha_loss": alpha_loss.detach(),
             "losses/action_entropy": entropy_action,
+            "losses/acting_entropy": masked_mean(entropies, acts),
+            "losses/repeating_entropy": masked_mean(entropies, ~acts),
             "alpha/selection": self.alpha_selection,
             "alpha/action": self.alpha_action,
         }
@@ -378,14 +398,18 @@ class Agent(nn.Module):
             objective = exact_selection_objective(selection_logits, act_masks, values)
         else:
             objective = sampled_selection_objective(selection_logits, act_masks, values, self.args.selection_baseline)
-        entropy = selection_entropy(selection_logits)
+        bonus = selection_bonus(selection_logits, self.args.act_prior)
         has_previous = 1 - batch["first"]
-        loss = -masked_mean(objective + self.alpha_selection * entropy, has_previous)
-        act_probability = torch.sigmoid(selection_logits.detach()) * has_previous[:, None]
+        loss = -masked_mean(objective + self.alpha_selection * bonus, has_previous)
+        logits = selection_logits.detach()
+        act_probability = torch.sigmoid(logits)
+        undecided = ((act_probability > 0.25) & (act_probability < 0.75)).float().mean(-1)
         metrics = {
             "losses/selection_loss": loss.detach(),
-            "repetition/selection_entropy": masked_mean(entropy.detach(), has_previous),
-            "repetition/act_probability": act_probability.sum(0) / has_previous.sum().clamp(min=1),
+            "repetition/selection_bonus": masked_mean(bonus.detach(), has_previous),
+            "repetition/selection_entropy": masked_mean(selection_entropy(logits), has_previous),
+            "repetition/undecided": masked_mean(undecided, has_previous),
+            "repetition/act_probability": has_previous @ act_probability / has_previous.sum().clamp(min=1),
         }
         return loss, metrics
 
@@ -400,8 +424,12 @@ class Agent(nn.Module):
         return torch.minimum(self.q1(obs, actions), self.q2(obs, actions))
 
     def joint_log_prob(self, log_prob: Tensor, act_mask: Tensor) -> Tensor:
-        """log π(â | s, a⁻, b): over all dimensions, as the equations are written, or over the acting ones."""
-        return (log_prob * act_mask).sum(-1) if self.args.mask_repeated_logprob else log_prob.sum(-1)
+        """log π(â | s, a⁻, b) over the dimensions that count."""
+        return (log_prob * self.counted(act_mask)).sum(-1)
+
+    def counted(self, act_mask: Tensor) -> Tensor:
+        """Which dimensions' entropy counts: all, as the equations are written, or those that act."""
+        return (act_mask if self.args.action_entropy == "acting" else torch.ones_like(act_mask)).float()
 
     @property
     def alpha_selection(self) -> Tensor:

@@ -208,10 +208,16 @@ def test_baseline_is_the_mean_of_the_others():
     assert logits.grad.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("mask_repeated", [False, True])
-def test_exact_selection_loss_against_brute_force(no_noise, mask_repeated):
+def prior_by_hand(b, act_prior):
+    return np.prod([act_prior if bit else 1 - act_prior for bit in b])
+
+
+@pytest.mark.parametrize("selection", ["decoupled", "joint"])
+@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+@pytest.mark.parametrize("act_prior", [0.5, 0.2])
+def test_exact_selection_loss_against_brute_force(no_noise, action_entropy, act_prior, selection):
     """The whole of Eq. 8, networks included, in float64, row by row and schema by schema."""
-    agent = make_agent(mask_repeated_logprob=mask_repeated).double()
+    agent = make_agent(action_entropy=action_entropy, act_prior=act_prior, selection=selection).double()
     with torch.no_grad():
         agent.log_alpha_selection.fill_(-0.3)
         agent.log_alpha_action.fill_(0.4)
@@ -224,14 +230,16 @@ def test_exact_selection_loss_against_brute_force(no_noise, mask_repeated):
             continue
         p = sigmoid(mlp(agent.selection, obs, prev))
         total = 0.0
-        for b in itertools.product((0, 1), repeat=ACT):
-            probability = np.prod([p[j] if b[j] else 1 - p[j] for j in range(ACT)])
+        for bits in itertools.product((0, 1), repeat=agent.bits):
+            probability = np.prod([p[j] if bit else 1 - p[j] for j, bit in enumerate(bits)])
+            b = np.resize(bits, ACT)
             mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
             candidate = np.tanh(mean)
             densities = log_density(candidate, mean, std)
-            log_pi = sum(densities[j] for j in range(ACT) if b[j] or not mask_repeated)
+            log_pi = sum(densities[j] for j in range(ACT) if b[j] or action_entropy == "all")
             q = value((agent.q1, agent.q2), obs, np.where(b, candidate, prev))
-            total += probability * (q - math.exp(0.4) * log_pi - math.exp(-0.3) * math.log(probability))
+            bonus = -math.log(probability) + math.log(prior_by_hand(bits, act_prior)) + agent.bits * math.log(2)
+            total += probability * (q - math.exp(0.4) * log_pi + math.exp(-0.3) * bonus)
         rows.append(total)
     assert loss.item() == pytest.approx(-np.mean(rows), rel=1e-6)
 
@@ -246,7 +254,7 @@ def test_sampled_selection_loss_estimates_the_exact_one(no_noise):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0.05, atol=2e-3)
 
 
-def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0):
+def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0, act_prior=0.5):
     """Eq. 6 with β replaced by its mode."""
     obs, prev = batch["next_obs"][i].numpy(), batch["actions"][i].numpy()
     p = sigmoid(mlp(agent.selection, obs, prev))
@@ -254,16 +262,15 @@ def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0
     mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
     candidate = np.tanh(mean)
     q = value((agent.q1_target, agent.q2_target), obs, np.where(b, candidate, prev))
-    bonus = (
-        -alpha_action * log_density(candidate, mean, std).sum() - alpha_selection * np.log(np.where(b, p, 1 - p)).sum()
-    )
+    log_beta = np.log(np.where(b, p, 1 - p)).sum() - math.log(prior_by_hand(b, act_prior)) - ACT * math.log(2)
+    bonus = -alpha_action * log_density(candidate, mean, std).sum() - alpha_selection * log_beta
     return batch["rewards"][i].item() + 0.99 * (1 - batch["terminated"][i].item()) * (q + bonus)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy):
+@pytest.mark.parametrize(("entropy", "act_prior"), [(False, 0.5), (False, 0.2), (True, 0.5), (True, 0.2)])
+def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy, act_prior):
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
-    agent = make_agent(entropy_in_target=entropy).double()
+    agent = make_agent(entropy_in_target=entropy, act_prior=act_prior).double()
     with torch.no_grad():
         agent.log_alpha_selection.fill_(-0.3)
         agent.log_alpha_action.fill_(0.4)
@@ -274,34 +281,115 @@ def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy):
     alphas = {"alpha_selection": math.exp(-0.3), "alpha_action": math.exp(0.4)} if entropy else {}
     expected = 0.0
     for i in range(BATCH):
-        target = critic_target_by_hand(agent, batch, i, **alphas)
+        target = critic_target_by_hand(agent, batch, i, **alphas, act_prior=act_prior)
         for q in (agent.q1, agent.q2):
             expected += (mlp(q, batch["obs"][i].numpy(), batch["actions"][i].numpy())[0] - target) ** 2 / BATCH
     assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_policy_loss_against_brute_force(no_noise, monkeypatch):
+@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+@pytest.mark.parametrize("act_prior", [0.5, 0.2])
+def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, act_prior):
+    """Eqs. 7 and 10; with `acting`, only what acts has an entropy, and its target is -1 for each such dimension."""
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
-    agent = make_agent().double()
+    agent = make_agent(action_entropy=action_entropy, act_prior=act_prior).double()
+    batch = make_batch(dtype=torch.float64)
     with torch.no_grad():
         agent.log_alpha_action.fill_(0.4)
-    batch = make_batch(dtype=torch.float64)
+        logits = agent.selection(batch["obs"], batch["prev_actions"])
+        agent.selection.fc3.bias -= logits[~batch["first"].bool()].median(0).values  # some act, some repeat
     loss, metrics = agent.policy_loss(batch)
-    terms, entropies_action, entropies_selection = [], [], []
+    terms, surplus_action, bonuses, acting, repeating = [], [], [], [], []
     for i in range(BATCH):
         obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
         p = sigmoid(mlp(agent.selection, obs, prev))
         b = np.ones(ACT, bool) if batch["first"][i] else p > 0.5
         mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
-        log_pi = log_density(np.tanh(mean), mean, std).sum()
-        terms.append(math.exp(0.4) * log_pi - value((agent.q1, agent.q2), obs, np.where(b, np.tanh(mean), prev)))
-        entropies_action.append(-log_pi)
+        densities = log_density(np.tanh(mean), mean, std)
+        acting += list(-densities[b])
+        repeating += list(-densities[~b])
+        counted = densities if action_entropy == "all" else densities[b]
+        q = value((agent.q1, agent.q2), obs, np.where(b, np.tanh(mean), prev))
+        terms.append(math.exp(0.4) * counted.sum() - q)
+        surplus_action.append(-counted.sum() + len(counted))
         if not batch["first"][i]:
-            entropies_selection.append(-(p * np.log(p) + (1 - p) * np.log(1 - p)).sum())
+            kl = p * np.log(p / act_prior) + (1 - p) * np.log((1 - p) / (1 - act_prior))
+            bonuses.append(-kl.sum() + (1 - 0.5) * ACT * math.log(2))
+    assert min(len(acting), len(repeating)) > 1
     assert metrics["losses/actor_loss"].item() == pytest.approx(np.mean(terms), rel=1e-6)
+    assert metrics["losses/acting_entropy"].item() == pytest.approx(np.mean(acting), rel=1e-6)
+    assert metrics["losses/repeating_entropy"].item() == pytest.approx(np.mean(repeating), rel=1e-6)
     gradients = torch.autograd.grad(loss, [agent.log_alpha_selection, agent.log_alpha_action])
-    assert gradients[0].item() == pytest.approx(np.mean(entropies_selection) - 0.5 * ACT * math.log(2), rel=1e-6)
-    assert gradients[1].item() == pytest.approx(np.mean(entropies_action) + ACT, rel=1e-6)
+    assert gradients[0].item() == pytest.approx(np.mean(bonuses), rel=1e-6)
+    assert gradients[1].item() == pytest.approx(np.mean(surplus_action), rel=1e-6)
+
+
+@pytest.mark.parametrize("act_prior", [0.5, 0.2, 0.05, 0.7])
+def test_selection_bonus_against_torch_distributions(act_prior):
+    """The value and its gradient, certain bits included."""
+    torch.manual_seed(0)
+    logits = torch.cat([torch.randn(50, 4) * 3, torch.tensor([[-30.0, 30.0, 0.0, 5.0]])]).double().requires_grad_()
+    bonus = sdar.selection_bonus(logits, act_prior)
+    prior = torch.distributions.Bernoulli(torch.tensor(act_prior, dtype=torch.float64))
+    divergence = torch.distributions.kl_divergence(torch.distributions.Bernoulli(logits=logits), prior).sum(-1)
+    expected = 4 * math.log(2) - divergence
+    torch.testing.assert_close(bonus, expected)
+    gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (bonus, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_prior_of_a_half_is_the_paper_to_the_last_bit(monkeypatch):
+    results = []
+    for objective in ("exact", "sampled"):
+        for bonus in (sdar.selection_bonus, lambda logits, act_prior: sdar.selection_entropy(logits)):
+            with monkeypatch.context() as patch:
+                patch.setattr(sdar, "selection_bonus", bonus)
+                agent, batch = make_agent(selection_objective=objective).double(), make_batch(dtype=torch.float64)
+                torch.manual_seed(1)
+                losses = agent.selection_loss(batch)[0], agent.policy_loss(batch)[0]
+                of = agent.selection.parameters(), [agent.log_alpha_selection]
+                gradients = [g for loss, p in zip(losses, of, strict=True) for g in torch.autograd.grad(loss, [*p])]
+                results.append([*losses, *gradients])
+    for paper, ours in (results[:2], results[2:]):
+        assert all(torch.equal(a, b) for a, b in zip(paper, ours, strict=True))
+        assert all(x.dtype == torch.float64 for x in ours)
+
+
+@pytest.mark.parametrize("selection", ["decoupled", "joint"])
+@pytest.mark.parametrize("objective", ["exact", "sampled"])
+@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entropy, objective, selection):
+    """With `acting`, the entropy H that acting has shifts the odds by exp(α_π·H/α_β), H over what a bit acts for."""
+    options = {"policy_lr": 0.02, "selection_objective": objective, "num_selection_samples": 30}
+    agent = make_agent(act_prior=0.2, action_entropy=action_entropy, selection=selection, **options)
+    alpha_selection, alpha_action, batch = 0.5, 0.8, make_batch(batch=64)
+    with torch.no_grad():
+        for net in (agent.q1, agent.q2, agent.policy):
+            net.fc3.weight.zero_()  # of no state, and of no action
+        agent.policy.fc3.bias.zero_()
+        agent.log_alpha_selection.fill_(math.log(alpha_selection))
+        agent.log_alpha_action.fill_(math.log(alpha_action))
+    for _ in range(400):
+        metrics = agent.update_selection(batch)
+    entropy = math.log(math.exp(-1.5) * math.sqrt(2 * math.pi))  # of each dimension, at the mean
+    odds = 0.2 / 0.8
+    if action_entropy == "acting":
+        odds *= math.exp(alpha_action * entropy * (ACT if selection == "joint" else 1) / alpha_selection)
+    expected = odds / (1 + odds)
+    assert metrics["repetition/act_probability"].tolist() == pytest.approx([expected] * agent.bits, abs=0.02)
+
+
+def test_undecided_is_the_share_of_bits_between_a_quarter_and_three():
+    agent, batch = make_agent(), make_batch(batch=300)
+    agent.selection.fc3.weight.data.mul_(20)
+    _, metrics = agent.selection_loss(batch)
+    shares = []
+    for i in range(300):
+        if not batch["first"][i]:
+            p = sigmoid(mlp(agent.selection, batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()))
+            shares.append(((p > 0.25) & (p < 0.75)).mean())
+    assert 0.1 < np.mean(shares) < 0.9
+    assert metrics["repetition/undecided"].item() == pytest.approx(np.mean(shares), abs=1e-6)
 
 
 @pytest.mark.parametrize(("bias", "grows"), [(0.0, False), (8.0, True)])
@@ -398,8 +486,9 @@ VARIANTS = {
     "sampled": {"selection_objective": "sampled"},
     "plain": {"selection_objective": "sampled", "selection_baseline": False},
     "joint": {"selection": "joint"},
-    "masked": {"mask_repeated_logprob": True},
-    "entropy": {"entropy_in_target": True},
+    "acting": {"action_entropy": "acting"},
+    "prior": {"act_prior": 0.2, "entropy_in_target": True},
+    "joint acting": {"selection": "joint", "action_entropy": "acting", "act_prior": 0.3},
     "letter": {"compensate_policy_delay": False},
 }
 
@@ -414,7 +503,7 @@ def test_update_runs_on_the_meta_device(variant):
     assert all(value.device.type == "meta" for value in metrics.values())
 
 
-@pytest.mark.parametrize("variant", ["exact", "sampled"])
+@pytest.mark.parametrize("variant", ["exact", "sampled", "joint acting"])
 def test_compiled_losses_equal_eager_ones(variant):
     assert_compiled_equals_eager(lambda compile: make_agent(compile=compile, **VARIANTS[variant]), make_batch)
 
@@ -520,7 +609,7 @@ def test_greedy_is_the_mean_and_sampling_is_not():
 
 def test_joint_selection_decides_for_all_dimensions_together():
     agent = make_agent(act_dim=5, selection="joint")
-    assert agent.target_entropy_selection == pytest.approx(0.5 * math.log(2))
+    assert agent.target_bonus_selection == pytest.approx(0.5 * math.log(2))
     previous, changes = None, []
     for t in range(100):
         action, _ = agent.act(np.full(OBS, t / 50, np.float32), previous, NOISE)
@@ -530,9 +619,12 @@ def test_joint_selection_decides_for_all_dimensions_together():
     assert set(changes) == {0.0, 1.0}
 
 
-def test_bad_sample_counts_are_refused():
+def test_bad_options_are_refused():
     with pytest.raises(SystemExit, match="num-selection-samples"):
         sdar.check_args(sdar.Args(num_selection_samples=1))
     sdar.check_args(sdar.Args(num_selection_samples=1, selection_baseline=False))
+    for act_prior in (0.0, 1.0):
+        with pytest.raises(SystemExit, match=r"--act-prior must be in \(0, 1\)"):
+            sdar.check_args(sdar.Args(act_prior=act_prior))
     with pytest.raises(SystemExit, match="policy-frequency"):
         sdar.check_args(dataclasses.replace(sdar.Args(), policy_frequency=0))

@@ -105,7 +105,7 @@ def test_greedy_episodes_take_the_best_factor_and_others_that_of_the_training_ep
 # The bandit.
 
 
-@pytest.mark.parametrize(("window", "lengths"), [(50, [1]), (500, [200, 30, 700, 1, 80])])
+@pytest.mark.parametrize(("window", "lengths"), [(50, [1]), (500, [20, 3, 70, 1, 8] * 8 + [600])])
 def test_bandit_against_brute_force(monkeypatch, window, lengths):
     """With a reward per episode, or one per step of episodes shorter and longer than what it remembers.
 
@@ -128,7 +128,9 @@ def test_bandit_against_brute_force(monkeypatch, window, lengths):
             assert bounds[arm] >= max(bounds) - 1e-5
             forgotten += bounds[arm] == math.inf
         mean = 2.0 * (arm == 1) if episode < 200 else 0.3 * (arm == 4)
-        rewards = (mean + 0.2 * rng.normal(size=lengths[episode % len(lengths)])).tolist()
+        length = lengths[episode % len(lengths)]
+        trend = np.linspace(-1, 1, length) if length > 1 else 0.0
+        rewards = (mean + trend + 0.2 * rng.normal(size=length)).tolist()
         bandit.feed_back(rewards)
         played += [(arm, reward) for reward in rewards]
     assert forgotten > 0
@@ -170,7 +172,7 @@ def test_best_factor_needs_data():
 
 
 def bandit_after_training(tmp_path, monkeypatch, **options):
-    """Episodes of 5 steps that pay 0, 1, 2, 3, 4; the third begins in the warm-up and ends after it.
+    """After six episodes of 5 steps that pay 0, 1, 2, 3, 4.
 
     Also how many episodes it had heard of each time that an episode's end may have been saved.
     """
@@ -181,22 +183,25 @@ def bandit_after_training(tmp_path, monkeypatch, **options):
         end_episode(run, statistics)
 
     monkeypatch.setattr(ute.Run, "end_episode", recorded)
-    options |= {"env_id": "tests.tasks:Ending-v0", "total_timesteps": 30, "learning_starts": 12, "eval_every": 0}
+    options |= {"env_id": "tests.tasks:Ending-v0", "total_timesteps": 30, "eval_every": 0}
     saved = weights(ute.train(ute.Args(**{**TINY, **options, "runs_dir": str(tmp_path)})))
     return fed_back, {name.removeprefix("bandit."): value for name, value in saved.items() if "bandit" in name}
 
 
-def test_training_feeds_back_the_reward_per_step(tmp_path, monkeypatch):
-    fed_back, bandit = bandit_after_training(tmp_path, monkeypatch)
-    assert fed_back == [0, 0, 0, 1, 2, 3]
+@pytest.mark.parametrize(("learning_starts", "unheard"), [(10, 2), (11, 3), (14, 3), (15, 3)])
+def test_training_feeds_back_the_reward_per_step(tmp_path, monkeypatch, learning_starts, unheard):
+    """Of episodes that began after the warm-up, whenever it ended."""
+    fed_back, bandit = bandit_after_training(tmp_path, monkeypatch, learning_starts=learning_starts)
+    heard = 6 - unheard
+    assert fed_back == [0] * unheard + list(range(1, heard + 1))
     assert len(bandit["arms"]) == 50
-    assert bandit["arms"][:3].tolist() == [0, 1, 2]
-    assert bandit["arm"] == 3
-    assert bandit["rewards"][:4].tolist() == [2, 2, 2, 0]
+    assert bandit["arms"][:heard].tolist() == list(range(heard))
+    assert bandit["arm"] == heard
+    assert bandit["rewards"][: heard + 1].tolist() == [2] * heard + [0]
 
 
 def test_as_published_it_feeds_back_every_reward(tmp_path, monkeypatch):
-    fed_back, bandit = bandit_after_training(tmp_path, monkeypatch, as_published=True)
+    fed_back, bandit = bandit_after_training(tmp_path, monkeypatch, learning_starts=12, as_published=True)
     assert fed_back == [1, 2, 3, 4, 5, 6]
     assert len(bandit["arms"]) == 500
     assert bandit["arms"][:30].tolist() == [arm for arm in range(6) for _ in range(5)]
