@@ -323,15 +323,17 @@ root, gpus, tasks = sys.argv[1:]
 sys.path[0] = root
 commands = [record.split("\0") for record in sys.stdin.read().split("\0\n\0")[:-1]]
 try:
-    import torch, tyro
+    import tyro
+    from sdar_utils.devices import cuda_trouble
     from sdar_utils.envs import make_env
     from sdar_utils.options import check_same_options, stored_options
     modules = {script: importlib.import_module(Path(script).stem) for _, script, *_ in commands}
 except ImportError as error:
     sys.exit(f"error: {sys.executable} does not do ({error}); make train sets one up, or name another with PYTHON=…")
-found = torch.cuda.device_count()
-if gpus and found != len(gpus.split(",")):
-    sys.exit(f"error: --gpus {gpus}: PyTorch sees {found} of these here; without --gpus the CPU is used")
+for index, gpu in enumerate(gpus.split(",") if gpus else []):  # that torch counts it is not enough
+    trouble = cuda_trouble(f"cuda:{index}")
+    if trouble is not None:
+        sys.exit(f"error: --gpus {gpus}: {gpu} cannot be used: {trouble}; without --gpus the CPU is used")
 for task in tasks.split(","):
     make_env(task).close()
 checked = set()
@@ -366,10 +368,13 @@ check_in_python() {
 
 # --- on this machine ---
 
-# A worker's environment: its GPU, and one thread, which is all these networks can use.
+# A worker's environment: its GPU and how many share it, and one thread, which is all these networks can use.
 make_environment() { # WORKER: in $environment
+    local number=${#gpu_list[@]}
     environment=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")
-    ((${#gpu_list[@]} == 0)) || environment+=("CUDA_VISIBLE_DEVICES=${gpu_list[$1 % ${#gpu_list[@]}]}")
+    if ((number)); then
+        environment+=("CUDA_VISIBLE_DEVICES=${gpu_list[$1 % number]}" "RUNS_PER_GPU=$(((workers + number - 1) / number))")
+    fi
 }
 
 quoted() { # WORDS…: as they can be pasted into a shell

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from sdar_utils import ALGORITHMS, NotFinite, fail
 from sdar_utils.checkpoint import agent_file, load_agent, write_atomically, write_json
+from sdar_utils.devices import cuda_trouble
 from sdar_utils.envs import RULE, derived_seed, dimension_names, make_env, make_filmed_env
 from sdar_utils.evaluation import ACT, MODES, REPEAT, Evaluator, Trajectory, acts, summarise, write_video
 from sdar_utils.noise import EpisodesNoise, Noise
@@ -100,8 +101,8 @@ def check_args(args: Args) -> None:
             fail(f"{run} is named twice")
     if args.video is not None and len(args.runs) > 1:
         fail("--video films one run; name only one")
-    if args.cuda and not torch.cuda.is_available():
-        fail("there is no CUDA device; leave --cuda away")
+    if args.cuda and (trouble := cuda_trouble()) is not None:
+        fail(f"{trouble}; leave --cuda away")
     pictures = (".png", ".pdf", ".svg")
     outputs = {"raster": (args.raster, pictures), "actions": (args.actions, pictures), "video": (args.video, (".mp4",))}
     for option, (path, suffixes) in outputs.items():

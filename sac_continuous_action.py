@@ -18,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdar_utils.devices import upload
 from sdar_utils.envs import make_env
 from sdar_utils.gradients import Adam, Metrics, Minimiser, soft_update
 from sdar_utils.noise import Noise
@@ -163,7 +164,7 @@ class Agent(nn.Module):
     @torch.inference_mode()
     def act(self, obs: np.ndarray, prev_actions: np.ndarray | None, noise: Noise) -> tuple[np.ndarray, int]:
         """a ~ π(· | s), for one step; SAC does not look at the previous action."""
-        mean, log_std = self.actor(torch.from_numpy(obs).to(self.device))
+        mean, log_std = self.actor(upload(obs, self.device))
         actions, _ = squashed_gaussian(mean, log_std, noise.normal(self.act_dim))
         return actions.cpu().numpy(), 1
 

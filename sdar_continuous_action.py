@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdar_utils import fail
+from sdar_utils.devices import upload
 from sdar_utils.envs import make_env
 from sdar_utils.gradients import Adam, Metrics, Minimiser, soft_update
 from sdar_utils.noise import Noise
@@ -313,11 +314,11 @@ class Agent(nn.Module):
         self, obs: np.ndarray, prev_actions: np.ndarray | None, noise: Noise, select: Callable
     ) -> tuple[Tensor, Tensor, Tensor]:
         """s, a⁻ and b. Where a⁻ does not exist, it is zero and every dimension acts."""
-        state = torch.from_numpy(obs).to(self.device)
+        state = upload(obs, self.device)
         if prev_actions is None:
             act_mask = torch.ones(self.bits, dtype=torch.bool, device=self.device)
             return state, state.new_zeros(*obs.shape[:-1], self.act_dim), act_mask
-        previous = torch.from_numpy(prev_actions).to(self.device)
+        previous = upload(prev_actions, self.device)
         return state, previous, select(self.selection(state, previous), noise)
 
     def update(self, batch: dict[str, Tensor], step: int) -> Metrics:

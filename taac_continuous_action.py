@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdar_utils import fail
+from sdar_utils.devices import upload
 from sdar_utils.envs import make_env
 from sdar_utils.gradients import Adam, Metrics, Minimiser, soft_update
 from sdar_utils.noise import Noise
@@ -291,7 +292,7 @@ class Agent(nn.Module):
         """â ~ π, then b ~ β, for one step. Another rule may take β's place as `select`."""
         first = prev_actions is None
         previous = np.zeros((*obs.shape[:-1], self.act_dim), np.float32) if first else prev_actions
-        state, previous = (torch.from_numpy(array).to(self.device) for array in (obs, previous))
+        state, previous = upload(obs, self.device), upload(previous, self.device)
         mean, log_std = self.policy(state, previous)
         candidate, _ = squashed_gaussian(mean, log_std, noise.normal(self.act_dim))
         if first:  # nothing to repeat: it acts, while the authors' first step may repeat a zero action

@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdar_utils.devices import upload
 from sdar_utils.envs import make_env
 from sdar_utils.gradients import Adam, Metrics, Minimiser, soft_update
 from sdar_utils.noise import Noise
@@ -177,7 +178,7 @@ class Agent(nn.Module):
     @torch.inference_mode()
     def act(self, obs: np.ndarray, prev_actions: np.ndarray | None, noise: Noise) -> tuple[np.ndarray, np.ndarray]:
         """π(s) with exploration noise, and ε-greedily for how many steps; greedy episodes have neither noise nor ε."""
-        args, state = self.args, torch.from_numpy(obs).to(self.device)
+        args, state = self.args, upload(obs, self.device)
         actions = (self.actor(state) + args.exploration_noise * noise.normal(self.act_dim)).clamp(-1, 1)
         best = best_skip(self.skip(state, actions))
         steps = epsilon_greedy(best, args.max_skip, args.skip_epsilon, noise)

@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdar_utils.devices import upload
 from sdar_utils.envs import make_env
 from sdar_utils.gradients import Adam, Metrics, Minimiser, soft_update
 from sdar_utils.noise import Noise
@@ -279,7 +280,7 @@ class Agent(nn.Module):
 
         λ is that of the training episode under way, and for greedy episodes the best so far.
         """
-        args, state = self.args, torch.from_numpy(obs).to(self.device)
+        args, state = self.args, upload(obs, self.device)
         actions = (self.actor(state) + args.exploration_noise * noise.normal(self.act_dim)).clamp(-1, 1)
         uncertainty_factor = torch.where(noise.greedy, self.bandit.best_factor(), self.bandit.factor())
         best = best_skip(self.skip(state, actions), uncertainty_factor)

@@ -1,7 +1,12 @@
 """From a loss function to the step that minimises it, compiled or not."""
 
+import importlib.util
+import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,8 +72,8 @@ class Minimiser:
         self.parameters = [p for optimizer in optimizers for p in optimizer.parameters]
         self.gradients = self.compile if compile else self.differentiate
         self.cuda_graphs = compile and self.parameters[0].device.type == "cuda"
-        if compile and self.parameters[0].device.type == "cpu":
-            check_compiler()
+        if compile and self.parameters[0].device.type in ("cpu", "cuda"):
+            check_compiler(self.parameters[0].device.type)
 
     def __call__(self, *inputs: Any) -> Metrics:
         if self.cuda_graphs:
@@ -101,7 +106,11 @@ class Minimiser:
         return outputs
 
 
-def check_compiler() -> None:
+def check_compiler(device_type: str) -> None:
+    """Before anything is made: torch itself would only say so at the first update."""
+    if device_type == "cuda":
+        check_triton()
+        return
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -109,6 +118,20 @@ def check_compiler() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         fail("--compile needs a C++ compiler and found none; install one (Debian: g++), set CXX, or drop --compile")
+
+
+def check_triton() -> None:
+    """Triton compiles a C file with Python's headers before its first kernel; it looks for both as here."""
+    if importlib.util.find_spec("triton") is None:
+        fail("--compile on a GPU needs the package triton and found none; install it, or drop --compile")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        fail(
+            "--compile on a GPU needs a C compiler and found none; install one (Debian: gcc), set CC, or drop --compile"
+        )
+    header = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
+    if not header.exists():
+        fail(f"--compile on a GPU needs {header}; install Python's headers (Debian: python3-dev), or drop --compile")
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sdar_utils.devices import upload
+
 
 class Noise:
     """From torch's generator, as training wants them."""
@@ -46,4 +48,4 @@ class EpisodesNoise(Noise):
         for row in self.asked:
             if (generator := self.generators[row]) is not None:
                 numbers[row] = function(generator, size, np.float32)
-        return torch.from_numpy(numbers).to(self.device)
+        return upload(numbers, self.device)

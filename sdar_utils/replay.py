@@ -1,5 +1,6 @@
 """The replay buffer: a ring of rows that saves only what is new."""
 
+import contextlib
 import math
 import zlib
 from pathlib import Path
@@ -9,53 +10,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdar_utils import fail
+from sdar_utils import fail, say
 from sdar_utils.checkpoint import write_atomically
+from sdar_utils.devices import largest_share, pinned
 
 ROWS_IN_A_FILE = 16_384
+MOST_STAGED = 1024
 
 
 class ReplayBuffer:
-    """A ring of float32 rows with a transition's fields side by side, so that a batch is one gather."""
+    """A ring of float32 rows with a transition's fields side by side, so that a batch is one gather.
+
+    What is added waits on the host until it is wanted, and then goes to the ring as one block, one copy to a GPU.
+    """
 
     def __init__(self, capacity: int, fields: dict[str, tuple[int, ...]], device: torch.device, store: str = "auto"):
         """`fields` maps a field's name to the shape of one entry: (n,), or () for a scalar.
 
-        Batches go to `device`. The rows stay there too or on the cpu, as `store` says; "auto" lets them when they take
-        at most half of the GPU's free memory.
+        Batches go to `device`. The rows stay there too or on the cpu, as `store` says; "auto" lets them when they fit.
         """
         self.capacity, self.fields, self.device = capacity, fields, device
         self.widths = [math.prod(shape) for shape in fields.values()]
-        size = capacity * sum(self.widths) * 4
-        there = device.type != "cuda" or store == "cuda"
-        there = there or (store == "auto" and size < torch.cuda.mem_get_info(device)[0] / 2)
-        try:
-            self.rows = torch.empty(capacity, sum(self.widths), device=device if there else "cpu")
-        except RuntimeError:
-            gigabytes = f"{size / 2**30:,.1f} GiB"
-            fail(f"a replay buffer of {capacity:,} rows takes {gigabytes}, too much here; lower --buffer-size")
-        self.added = 0  # rows ever added; row i lives in slot i % capacity
+        self.rows = self.allocate(store)
+        self.staged: list[np.ndarray] = []
+        self.added = 0  # rows ever added, those that are staged included; row i lives in slot i % capacity
         self.files: list[dict[str, Any]] = []  # those that hold the saved rows, oldest first
+
+    def allocate(self, store: str) -> Tensor:
+        shape = self.capacity, sum(self.widths)
+        size = math.prod(shape) * 4
+        message = f"a replay buffer of {self.capacity:,} rows takes {size / 2**30:,.1f} GiB, too much"
+        if self.device.type == "cuda" and store == "auto":
+            if size <= largest_share(self.device):
+                with contextlib.suppress(torch.OutOfMemoryError):  # another program was quicker
+                    return torch.empty(shape, device=self.device)
+            say(f"{message} for this run's share of the GPU: it stays in the host's memory")
+            store = "cpu"
+        try:
+            return torch.empty(shape, device="cpu" if store == "cpu" else self.device)
+        except RuntimeError:
+            fail(f"{message} here; lower --buffer-size" + " or take --buffer-device cpu" * (store == "cuda"))
 
     def __len__(self) -> int:
         return min(self.added, self.capacity)
 
     def add(self, **row: Any) -> None:
-        values = np.concatenate([np.ravel(row[field]).astype(np.float32, copy=False) for field in self.fields])
-        self.rows[self.added % self.capacity].copy_(torch.from_numpy(values))
+        self.staged.append(
+            np.concatenate([np.ravel(row[field]).astype(np.float32, copy=False) for field in self.fields])
+        )
         self.added += 1
+        if len(self.staged) == min(MOST_STAGED, self.capacity):
+            self.flush()
+
+    def flush(self) -> None:
+        """Moves the staged rows to the ring."""
+        block, start = self.staged, (self.added - len(self.staged)) % self.capacity
+        self.staged = []
+        for part, slot in ((block[: self.capacity - start], start), (block[self.capacity - start :], 0)):  # to its end
+            if part:
+                self.rows[slot : slot + len(part)].copy_(pinned(np.stack(part), self.rows.device), non_blocking=True)
 
     def sample(self, batch_size: int) -> dict[str, Tensor]:
         return self.gather(torch.randint(len(self), (batch_size,), device=self.rows.device))
 
     def gather(self, slots: Tensor) -> dict[str, Tensor]:
         """The rows in these slots, each field of shape (*slots.shape, *its own)."""
-        rows = self.rows.index_select(0, slots.reshape(-1)).to(self.device, non_blocking=True)
+        self.flush()
+        rows = self.rows.index_select(0, slots.reshape(-1))
+        if self.rows.device.type != self.device.type:
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
         columns = zip(self.fields.items(), rows.unflatten(0, slots.shape).split(self.widths, dim=-1), strict=True)
         return {name: column if shape else column.squeeze(-1) for (name, shape), column in columns}
 
     def save(self, directory: Path, name: str) -> dict[str, Any]:
         """Writes the rows added since the last save; files that are there already stay as they are."""
+        self.flush()
         oldest = max(0, self.added - self.capacity)
         start = max(oldest, self.files[-1]["stop"]) if self.files else oldest
         while start < self.added:
@@ -79,7 +108,7 @@ class ReplayBuffer:
             covered = stop
         if covered != state["added"]:
             raise ValueError("replay rows are missing")
-        self.added, self.files = state["added"], list(state["files"])
+        self.added, self.files, self.staged = state["added"], list(state["files"]), []
 
     def slots(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.rows.device) % self.capacity

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sdar_utils import NotFinite, fail, say
 from sdar_utils.checkpoint import Checkpoint, write_json
+from sdar_utils.devices import choose_device
 from sdar_utils.envs import TRAINING, derived_seed, make_env, make_filmed_env
 from sdar_utils.evaluation import Evaluator
 from sdar_utils.logs import Logs, Losses, truncate
@@ -47,9 +48,7 @@ def prepare(args: Any) -> torch.device:
     keep_freed_memory()
     if args.learning_starts >= args.total_timesteps:
         say("warning: --learning-starts is not below --total-timesteps, so nothing will be learned")
-    if args.cuda and not torch.cuda.is_available():
-        say("warning: no CUDA device found, training on the CPU (--no-cuda does so without this warning)")
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return choose_device(args.cuda)
 
 
 def keep_freed_memory() -> None:

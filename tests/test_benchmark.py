@@ -235,7 +235,12 @@ def test_selection():
 def test_gpus_in_turn():
     *commands, _ = printed_commands("--paper", "--seeds", "1", "--gpus", "0,3", "--workers", "4")
     assert [command[1] for command in commands] == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=3"] * 33
+    assert {command[2] for command in commands} == {"RUNS_PER_GPU=2"}
     assert all("--cuda" in command for command in commands)
+    uneven, _ = printed_commands(
+        "--algos", "sac", "--tasks", "Ant-v4", "--seeds", "1", "--gpus", "0,3", "--workers", "5"
+    )
+    assert uneven[2] == "RUNS_PER_GPU=3"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +287,7 @@ def test_bad_options_are_one_line(place, words, message):
         ),
         pytest.param(
             "--algos sac --tasks Pendulum-v1 --gpus 0,1",
-            "PyTorch sees 0 of these",
+            "--gpus 0,1: 0 cannot be used: ",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
         ),
     ],

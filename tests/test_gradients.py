@@ -101,5 +101,5 @@ def test_a_compiler_is_asked_for_where_it_is_needed(monkeypatch):
     ):
         Minimiser(lambda: None, Adam([parameter], 0.1), compile=True)
     Minimiser(lambda: None, Adam([parameter], 0.1))
-    monkeypatch.setattr(gradients, "check_compiler", lambda: pytest.fail("an agent that is only loaded needs none"))
+    monkeypatch.setattr(gradients, "check_compiler", lambda _: pytest.fail("an agent that is only loaded needs none"))
     Minimiser(lambda: None, Adam([torch.nn.Parameter(torch.zeros(2, device="meta"))], 0.1), compile=True)

@@ -35,6 +35,22 @@ def test_it_holds_the_last_rows(count):
     assert torch.equal(batch["y"] * 2, batch["x"][:, 0])
 
 
+def test_what_was_added_goes_to_the_ring_as_one_block(monkeypatch):
+    """When it is wanted; in two where the ring begins anew, and early if it is much."""
+    blocks, pinned = [], replay.pinned
+    monkeypatch.setattr(replay, "pinned", lambda array, device: blocks.append(len(array)) or pinned(array, device))
+    monkeypatch.setattr(replay, "MOST_STAGED", 8)
+    buffer, added = make_buffer(10), 0
+    for count, expected in [(6, [6]), (7, [4, 3]), (0, []), (1, [1]), (20, [6, 2, 8, 4])]:
+        for _ in range(count):
+            added += 1
+            buffer.add(x=np.array([added, 0]), y=0, z=np.array([1]))
+        assert len(buffer) == min(added, 10)
+        assert [x for x, *_ in contents(buffer)] == list(range(max(0, added - 10) + 1, added + 1))
+        assert blocks == expected
+        blocks.clear()
+
+
 def test_slots_of_any_shape_are_gathered():
     buffer = make_buffer(10)
     for i in range(10):
