@@ -72,9 +72,13 @@ def run(script: ModuleType, expect: int = 0, **values) -> subprocess.CompletedPr
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every scalar of a run's event files, nothing hidden: a point that was logged twice is there twice."""
+    """Every scalar of a run's event files, nothing hidden: a point that was logged twice is there twice.
+
+    By step, because files that one process makes within a second are read by their names, the tenth before the ninth.
+    """
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    tags = events.Tags()["scalars"]
+    return {tag: sorted([(e.step, e.value) for e in events.Scalars(tag)], key=lambda point: point[0]) for tag in tags}
 
 
 def evaluations(directory: Path) -> list[dict[str, float]]:

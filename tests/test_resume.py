@@ -93,7 +93,10 @@ class PowerCut(BaseException):
 
 
 def cut_at(monkeypatch, step, when):
-    """The process is gone, without a word, at this step: before its action, after its update, or after everything."""
+    """The process is gone, without a word, at this step: before its action, after its update, or after everything.
+
+    N-Rep does not update at every step: it is gone after the next update.
+    """
     part = {"begin": "steps", "update": "record", "end": "between_steps"}[when]
     original = getattr(run_module.Run, part)
 
@@ -105,7 +108,7 @@ def cut_at(monkeypatch, step, when):
 
     def other(run, *args):
         result = original(run, *args)
-        if run.step == step:
+        if run.step >= step:
             raise PowerCut
         return result
 
@@ -114,7 +117,7 @@ def cut_at(monkeypatch, step, when):
 
 def test_interrupted_at_random_steps(script, tmp_path, monkeypatch, rng):
     directory = tmp_path / "interrupted"
-    for i, step in enumerate(sorted(rng.sample(range(101, 500), 3))):
+    for i, step in enumerate(sorted(rng.sample(range(101, 490), 3))):
         with monkeypatch.context() as patch:
             cut_at(patch, step, rng.choice(["begin", "update", "end"]))
             with pytest.raises(PowerCut):
