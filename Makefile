@@ -1,4 +1,5 @@
 # make train: set up and train SDAR on LunarLander (ARGS="…" adds options).  make test: set up and run the tests.
+# make test-gpu: what only a machine with a GPU can test.
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
@@ -10,7 +11,7 @@ LAPTOP := --env-id LunarLanderContinuous-v3 --total-timesteps 100000 --hidden-di
 # These networks gain little from threads, and lose much where other programs want the cores too.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test
+.PHONY: train test test-gpu
 train: $(READY)
 	$(VENV)/bin/python sdar_continuous_action.py $(if $(findstring --env-id,$(ARGS)),,$(LAPTOP)) $(ARGS)
 
@@ -19,6 +20,10 @@ test: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/shellcheck benchmark.sh tests/start_slurm.sh .ci/run
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-gpu: $(READY)
+	$(VENV)/bin/python speed.py doctor
+	$(VENV)/bin/python -m pytest tests/test_cuda.py -n 0 -rs $(ARGS)
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -7,6 +7,7 @@ turns. A training step is one of a script's own `train`, in a process of its own
     python speed.py growth
     python speed.py evaluation --env-ids HalfCheetah-v4 LunarLanderContinuous-v3
     python speed.py estimators runs/<run name>
+    python speed.py doctor
 """
 
 import collections
@@ -35,12 +36,15 @@ import numpy as np
 import torch
 import tyro
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdar_utils import ALGORITHMS, fail
 from sdar_utils.checkpoint import agent_file, load_agent
+from sdar_utils.devices import cuda_trouble, driver_cuda, upload
 from sdar_utils.envs import EVALUATION, derived_seed, make_env
 from sdar_utils.evaluation import Evaluator, Trajectory
+from sdar_utils.gradients import check_compiler
 from sdar_utils.noise import Noise
 from sdar_utils.options import RunArgs
 from sdar_utils.run import keep_freed_memory
@@ -72,6 +76,8 @@ class Race(Common):
     """steps of a turn"""
     rows: int = 10_000
     """rows in the replay buffer from the start on"""
+    cuda: bool = False
+    """train on the GPU, and wait for it before each look at the clock"""
 
 
 @dataclass
@@ -93,6 +99,20 @@ class Steps(Race):
 @dataclass
 class Growth(Race):
     """Steps per second of SDAR against K, the number of action dimensions and the width of the networks."""
+
+
+@dataclass
+class Doctor(Race):
+    """What this machine is and whether a GPU works, with a minute of training, as a text to paste into an issue."""
+
+    turns: int = 3
+    """how many turns each contender has; the table gives their medians"""
+    steps: int = 100
+    """steps of a turn"""
+    cuda: bool = True
+    """look at the GPU too, and train there if it works"""
+    hidden_dim: int = 256
+    """width of the hidden layers; the batch is as large"""
 
 
 @dataclass
@@ -162,7 +182,8 @@ class Turn:
     total: float  # seconds of a step
     update: float
     floor: float  # seconds that torch takes for an update's matrix products alone; nan if unknown
-    memory: int  # the process's peak, in bytes
+    memory: int  # the process's peak, or what it had of the GPU, in bytes
+    graph_skips: int  # losses that did not become CUDA graphs
 
 
 class MatrixProducts(TorchDispatchMode):
@@ -188,10 +209,15 @@ class Meter:
     """Watches a training loop from inside, and stops it between two turns."""
 
     def __init__(self, pipe: Connection, settings: Race):
-        self.pipe, self.turn, self.clock = pipe, settings.steps, CLOCKS[settings.clock]
+        self.pipe, self.turn, self.settings = pipe, settings.steps, settings
         self.steps, self.updating = -LEARNING_STARTS - COUNTED, 0.0
         self.counted_updates, self.products = 0, MatrixProducts()
         self.began = self.clock()
+
+    def clock(self) -> float:
+        if self.settings.cuda:
+            torch.cuda.synchronize()
+        return CLOCKS[self.settings.clock]()
 
     def timed(self, function: Callable, count_products: bool = False) -> Callable:
         """The function, which is a part of the update."""
@@ -212,8 +238,10 @@ class Meter:
         if self.steps > 0 and self.steps % self.turn == 0:
             seconds = self.clock() - self.began
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+            memory = torch.cuda.max_memory_allocated() if self.settings.cuda else memory
+            skips = counters["inductor"]["cudagraph_skips"]
             try:
-                self.pipe.send(Turn(seconds / self.turn, self.updating / self.turn, self.floor(), memory))
+                self.pipe.send(Turn(seconds / self.turn, self.updating / self.turn, self.floor(), memory, skips))
                 self.pipe.recv()
             except (EOFError, OSError):  # the other side has all it wants
                 raise Finished from None
@@ -222,9 +250,9 @@ class Meter:
     def floor(self) -> float:
         if not self.counted_updates:
             return float("nan")
-        seconds = 0.0
+        seconds, device = 0.0, "cuda" if self.settings.cuda else "cpu"
         for (left, right), count in self.products.shapes.items():
-            a, b, trials = torch.rand(left), torch.rand(right), []
+            a, b, trials = torch.rand(left, device=device), torch.rand(right, device=device), []
             for _ in range(4):
                 began = self.clock()
                 torch.matmul(a, b)
@@ -233,7 +261,7 @@ class Meter:
         return seconds
 
 
-def train_script(meter: Meter, contender: Contender, rows: int) -> None:
+def train_script(meter: Meter, contender: Contender, settings: Race) -> None:
     module, options = importlib.import_module(contender.module), dict(contender.options)
 
     class FullBuffer(module.ReplayBuffer):
@@ -254,11 +282,11 @@ def train_script(meter: Meter, contender: Contender, rows: int) -> None:
     module.Agent.update = meter.timed(module.Agent.update, count_products=not options.get("compile"))
     with tempfile.TemporaryDirectory() as directory:
         endless = {"total_timesteps": 10**9, "learning_starts": LEARNING_STARTS, "eval_every": 0, "checkpoint_every": 0}
-        kept = {"buffer_size": rows, "runs_dir": directory, "cuda": False, "env_id": contender.env_id}
+        kept = {"buffer_size": settings.rows, "runs_dir": directory, "cuda": settings.cuda, "env_id": contender.env_id}
         module.train(module.Args(**endless, **kept, **options))
 
 
-def train_library(meter: Meter, contender: Contender, rows: int) -> None:
+def train_library(meter: Meter, contender: Contender, settings: Race) -> None:
     from stable_baselines3.common.callbacks import BaseCallback
 
     class MeteredSteps(BaseCallback):
@@ -271,11 +299,11 @@ def train_library(meter: Meter, contender: Contender, rows: int) -> None:
     model = importlib.import_module(contender.module).SAC(
         "MlpPolicy",
         make_env(contender.env_id),
-        buffer_size=rows,
+        buffer_size=settings.rows,
         learning_starts=LEARNING_STARTS,
         batch_size=options["batch_size"],
         policy_kwargs={"net_arch": [hidden, hidden]},
-        device="cpu",
+        device="cuda" if settings.cuda else "cpu",
     )
     model.train = meter.timed(model.train)
     model.learn(10**9, callback=MeteredSteps())
@@ -289,7 +317,7 @@ def work(pipe: Connection, contender: Contender, settings: Race) -> None:
     train = train_library if contender.module in LIBRARIES.values() else train_script
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            train(Meter(pipe, settings), contender, settings.rows)
+            train(Meter(pipe, settings), contender, settings)
     except Finished:
         pass
     except (Exception, SystemExit) as error:
@@ -303,7 +331,7 @@ def work(pipe: Connection, contender: Contender, settings: Race) -> None:
 def measure(contenders: list[Contender], settings: Race) -> dict[Contender, list[Turn]]:
     """Lets the contenders take turns."""
     spawn = multiprocessing.get_context("spawn")
-    os.environ |= {"OMP_NUM_THREADS": str(settings.threads), "JAX_PLATFORMS": "cpu"}
+    os.environ |= {"OMP_NUM_THREADS": str(settings.threads), "JAX_PLATFORMS": "cuda" if settings.cuda else "cpu"}
     pipes, processes = [], []
 
     def receive(contender: Contender, pipe: Connection) -> Turn:
@@ -369,7 +397,8 @@ def machine(threads: int) -> str:
 
 
 def finish(settings: Common, sections: dict[str, list[dict[str, Any]]], repeats: str) -> None:
-    about = f"{machine(settings.threads)}, {settings.clock} time, medians of {repeats}"
+    gpu = f"{torch.cuda.get_device_name()}, " if isinstance(settings, Race) and settings.cuda else ""
+    about = f"{gpu}{machine(settings.threads)}, {settings.clock} time, medians of {repeats}"
     for title, rows in sections.items():
         print(f"\n{title} ({about})\n\n{table(rows)}")
     contents = {"machine": about, "settings": dataclasses.asdict(settings), "results": sections}
@@ -439,8 +468,16 @@ def scripts_contenders(settings: Steps, env_id: str, hidden: int) -> Iterator[Co
             yield Contender(name, env_id, SCRIPTS[algorithm], tuple(options.items()))
 
 
+def check_gpu(settings: Race) -> None:
+    if settings.cuda and (trouble := cuda_trouble()) is not None:
+        fail(f"--cuda: {trouble}")
+    if settings.cuda and settings.clock == "cpu":
+        fail("--clock cpu does not see what a GPU does; leave it away")
+
+
 def steps(settings: Steps) -> None:
     check_choices(settings, [*SCRIPTS, *LIBRARIES])
+    check_gpu(settings)
     sections = {}
     for env_id, hidden in itertools.product(settings.env_ids, settings.hidden_dims):
         turns = measure(list(scripts_contenders(settings, env_id, hidden)), settings)
@@ -459,6 +496,7 @@ COLOURS = {"SDAR sampled": "C0", "SDAR exact": "C1", "SAC": "C2"}
 
 def growth(settings: Growth) -> None:
     """Around |A| = 6, K = 10, nets and batch 256, on a task that costs nothing."""
+    check_gpu(settings)
     panels, sections = axes(3), {}
     for panel, (axis, values) in zip(panels, GROWTH.items(), strict=True):
         contenders = {}
@@ -649,16 +687,83 @@ def estimators(settings: Estimators) -> None:
     finish(settings, sections, f"{settings.draws} draws")
 
 
-Command = Steps | Growth | Evaluation | Estimators
+def latency(function: Callable[[], Any], cuda: bool, calls: int = 300) -> str:
+    """Of a call, in a row of many; the second row counts."""
+    for _ in range(2):
+        began = time.perf_counter()
+        for _ in range(calls):
+            function()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    return f"{1e6 * seconds / calls:.1f} µs"
+
+
+def can_compile(device: torch.device) -> str:
+    try:
+        check_compiler(device.type)
+    except SystemExit as error:
+        return str(error).removeprefix("error: ")
+    return "has what it needs"
+
+
+def findings(device: torch.device, trouble: str | None) -> Iterator[tuple[str, str]]:
+    """What is to be said about this machine, a line each."""
+    yield "system", f"{platform.platform()}, Python {platform.python_version()}"
+    yield "processor", f"{machine(torch.get_num_threads())}, {os.cpu_count()} cores"
+    offered = ".".join(map(str, driver_cuda() or ["none"]))
+    yield "CUDA", f"torch's {torch.version.cuda or 'none'}, the driver's {offered}"
+    yield "GPU", trouble or "allocates and computes"
+    cuda = device.type == "cuda"
+    if cuda:
+        about = torch.cuda.get_device_properties(device)
+        architecture = f"sm_{about.major}{about.minor}"
+        known = "" if architecture in torch.cuda.get_arch_list() else "not "
+        yield "", f"{about.name}, {about.total_memory / 2**30:.1f} GiB, {architecture} ({known}among torch's)"
+    yield "--compile", can_compile(device)
+    small, row = torch.ones(8, device=device), np.ones(64, np.float32)
+    yield "a small operation", latency(lambda: small.add_(1), cuda) + (", launched" if cuda else "")
+    if cuda:
+        yield "64 numbers to the GPU", latency(lambda: upload(row, device), cuda)
+        yield "8 numbers back", latency(lambda: small.cpu(), cuda)
+
+
+def doctor(settings: Doctor) -> None:
+    trouble = cuda_trouble() if settings.cuda else "not asked for"
+    device = torch.device("cpu" if trouble else "cuda")
+    settings = dataclasses.replace(settings, cuda=trouble is None)
+    check_gpu(settings)
+    print("```")
+    for name, finding in findings(device, trouble):
+        print(f"{name:<22} {finding}", flush=True)
+    compiles = can_compile(device) == "has what it needs"
+    sizes = {"hidden_dim": settings.hidden_dim, "batch_size": settings.hidden_dim}
+    contenders = []
+    for algorithm, compiled in itertools.product(("SAC", "SDAR"), (False, True)[: 1 + compiles]):
+        name = f"{algorithm}, compiled" if compiled else algorithm
+        contenders.append(Contender(name, idle_task(6), SCRIPTS[algorithm], (*sizes.items(), ("compile", compiled))))
+    for contender, turns in measure(contenders, settings).items():
+        numbers = summary(turns)
+        finding = f"{numbers['steps_per_second']:.0f} steps/s, {numbers['memory_gb']:.2f} GB"
+        if settings.cuda and "compiled" in contender.name:
+            finding += f", {max(turn.graph_skips for turn in turns)} losses are no CUDA graph"
+        print(f"{contender.name:<22} {finding}")
+    print("```")
+
+
+Command = Steps | Growth | Evaluation | Estimators | Doctor
 
 
 def main() -> None:
     settings = tyro.cli(Command)
-    command = {Steps: steps, Growth: growth, Evaluation: evaluation, Estimators: estimators}[type(settings)]
+    commands = {Steps: steps, Growth: growth, Evaluation: evaluation, Estimators: estimators, Doctor: doctor}
+    command = commands[type(settings)]
     for name, value in vars(settings).items():
-        if name in ("threads", "turns", "steps", "rows", "draws") and value < 1:
+        if name in ("threads", "turns", "steps", "rows", "draws", "hidden_dim") and value < 1:
             fail(f"--{name} must be at least 1, not {value}")
     settings.output = settings.output or Path(command.__name__)
+    if isinstance(settings, Doctor):
+        return command(settings)  # it writes nothing
     for path in (settings.output.with_suffix(ending) for ending in (".json", ".png")):
         if path.exists():
             fail(f"{path} exists; name another --output")

@@ -98,9 +98,37 @@ def test_estimators_are_those_of_sdar(monkeypatch, tmp_path):
         run_speed(monkeypatch, "estimators", str(run), "--output", str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("can_compile", ["has what it needs", "no compiler here"])
+def test_doctor_says_what_it_can(can_compile, monkeypatch, tmp_path, capsys):
+    """Also without a GPU or a compiler; `measure` has its own test."""
+    raced = []
+
+    def measure(contenders, settings):
+        raced.extend(contender.name for contender in contenders)
+        return {contender: [speed.Turn(0.01, 0.005, 0.001, 10**9, 0)] for contender in contenders}
+
+    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(speed, "can_compile", lambda device: can_compile)
+    monkeypatch.chdir(tmp_path)
+    run_speed(monkeypatch, "doctor", "--no-cuda")
+    fence, *lines, end = capsys.readouterr().out.splitlines()
+    assert fence == end == "```"
+    said = {line[:22].strip(): line[23:] for line in lines}
+    assert said["GPU"] == "not asked for"
+    assert said["--compile"] == can_compile
+    assert said["SAC"] == "100 steps/s, 1.00 GB"
+    assert raced == [name for name in said if name.startswith(("SAC", "SDAR"))]
+    assert ("SDAR, compiled" in raced) == (can_compile == "has what it needs")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
+        pytest.param(
+            "steps --cuda", "--cuda: ", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+        ),
+        ("doctor --steps 0", "--steps must be at least 1"),
         ("steps --algorithms PPO", "--algorithms has no PPO"),
         ("steps --env-ids NoSuchTask-v0 --algorithms SAC", "cannot make --env-id NoSuchTask-v0"),
         ("steps --turns 0", "--turns must be at least 1"),
