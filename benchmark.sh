@@ -281,16 +281,16 @@ is_begun() { [[ -d $runs_dir/$1 ]]; } # NAME
 is_finished() { [[ -e $runs_dir/$1/agent.pt ]]; } # NAME
 
 make_settings() { # ALGO TASK STEPS: the options that the task asks for, in $settings
-    local family=${FAMILY[$2]:-other}
+    local family=${FAMILY[$2]:-} warmup
     settings=()
-    [[ -n ${FAMILY[$2]:-} ]] || return 0
+    [[ -n $family ]] || return 0
     case $1 in
         sdar) settings=(--selection-entropy-scale "${ENTROPY_SCALE[$2]}") ;;
         nrep) settings=(--repeat "${REPEAT[$2]}") ;;
         temporl | ute) settings=(--max-skip "${MAX_SKIP[$2]}") ;;
         taac)
             read -ra settings <<<"${TAAC[$family]}"
-            local warmup=${TAAC_WARMUP[$family]:-}
+            warmup=${TAAC_WARMUP[$family]:-}
             ((${warmup:-0} * 10 <= $3)) || warmup=$(($3 / 10)) # of a run that is cut short
             [[ -z $warmup ]] || settings+=(--learning-starts "$warmup") ;;
     esac

@@ -25,7 +25,8 @@ class RunArgs:
     torch_deterministic: bool = True
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     cuda: bool = True
-    """train on the GPU; without one the run falls back to the CPU and says so"""
+    """train on the GPU; without one that works the run falls back to the CPU and says why, but stops if
+    CUDA_VISIBLE_DEVICES names one"""
     track: bool = False
     """sync the run to Weights & Biases"""
     wandb_project_name: str = "sdar"
@@ -49,7 +50,7 @@ class RunArgs:
     compile: bool = False
     """compile the losses with torch.compile (on a GPU with CUDA graphs)"""
     buffer_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where the replay buffer lives; auto: on the GPU when it takes at most half of its free memory"""
+    """where the replay buffer lives; auto: on the GPU when it takes at most half of this run's share of the memory"""
 
 
 def require(args: Any, what: str, holds: Callable[[Any], bool], *names: str) -> None:
