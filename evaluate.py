@@ -31,7 +31,8 @@ from sdar_utils import ALGORITHMS, NotFinite, fail
 from sdar_utils.checkpoint import agent_file, load_agent, write_atomically, write_json
 from sdar_utils.devices import cuda_trouble
 from sdar_utils.envs import RULE, derived_seed, dimension_names, make_env, make_filmed_env
-from sdar_utils.evaluation import ACT, MODES, REPEAT, Evaluator, Trajectory, acts, summarise, write_video
+from sdar_utils.evaluation import ACT, MODES, REPEAT, Evaluator, Trajectory, acts, summarise
+from sdar_utils.film import annotate, side_by_side, write_video
 from sdar_utils.noise import EpisodesNoise, Noise
 from sdar_utils.tables import markdown
 
@@ -60,7 +61,8 @@ class Args:
     steps: tuple[int, int] = (0, 200)
     """the pictures show the episode from the first of these steps until before the second"""
     video: Path | None = None
-    """film the first greedy episode (.mp4; one run only)"""
+    """film the first greedy episode with its return so far and, below it, act or repeat (.mp4 or .gif); several runs
+    play side by side"""
     overwrite: bool = False
     """replace pictures and videos that exist already"""
     cuda: bool = False
@@ -99,12 +101,11 @@ def check_args(args: Args) -> None:
     for run, place in zip(args.runs, places, strict=True):
         if places.count(place) > 1:
             fail(f"{run} is named twice")
-    if args.video is not None and len(args.runs) > 1:
-        fail("--video films one run; name only one")
     if args.cuda and (trouble := cuda_trouble()) is not None:
         fail(f"{trouble}; leave --cuda away")
     pictures = (".png", ".pdf", ".svg")
-    outputs = {"raster": (args.raster, pictures), "actions": (args.actions, pictures), "video": (args.video, (".mp4",))}
+    films = (".mp4", ".gif")
+    outputs = {"raster": (args.raster, pictures), "actions": (args.actions, pictures), "video": (args.video, films)}
     for option, (path, suffixes) in outputs.items():
         if path is not None:
             check_output(f"--{option} {path}", path, suffixes, args.overwrite)
@@ -361,7 +362,8 @@ def main(args: Args) -> None:
             shown.append((run, trajectory))
     print(report(results))
     if args.video is not None:
-        write_video(trajectory.frames, args.video, run.evaluator.fps)
+        films = [annotate(trajectory, run.dimensions, run.algorithm) for run, trajectory in shown]
+        write_video(side_by_side(films), args.video, runs[0].evaluator.fps)
     if args.raster is not None or args.actions is not None:
         pictures = [picture(run, trajectory, args) for run, trajectory in shown]
     if args.raster is not None:

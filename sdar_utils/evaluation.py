@@ -1,10 +1,8 @@
 """Playing episodes side by side, and what is measured on them: return, APR, AFR, and the act-or-repeat picture."""
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -38,6 +36,7 @@ class Trajectory:
     actions: np.ndarray | None = None  # (T, |A|), as executed, in [-1, 1]
     length: int = 0
     total_reward: float = 0.0
+    rewards: list[float] = field(default_factory=list)
     decisions: int = 0  # steps at which the agent was asked
     frames: list[np.ndarray] = field(default_factory=list)
 
@@ -93,6 +92,7 @@ class Evaluator:
                     trajectory.frames.append(env.render())
                 obs[row], reward, terminated, truncated, _ = env.step(actions[row])
                 trajectory.total_reward += reward
+                trajectory.rewards.append(reward)
                 trajectory.length += 1
                 if terminated or truncated:
                     playing.remove(row)
@@ -156,17 +156,3 @@ def act_or_repeat_image(actions: np.ndarray) -> np.ndarray:
     picture = cells.repeat(height + gap, axis=0).repeat(width, axis=1)
     picture[np.arange(len(picture)) % (height + gap) >= height] = 255
     return picture[:-gap]
-
-
-def write_video(frames: list[np.ndarray], path: Path, fps: float) -> None:
-    import imageio.v2 as imageio
-
-    path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
-        with imageio.get_writer(unfinished, fps=fps, macro_block_size=2) as video:  # H.264 wants even sizes
-            for frame in frames:
-                video.append_data(frame)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -17,7 +17,8 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from sdar_utils import NotFinite, fail, one_line, say
-from sdar_utils.evaluation import Trajectory, act_or_repeat_image, summarise, write_video
+from sdar_utils.evaluation import Trajectory, act_or_repeat_image, summarise
+from sdar_utils.film import write_video
 
 CHARTS = {  # the Custom Scalars page of TensorBoard; tags are regular expressions
     "return": ["eval/return$", "eval/return_stochastic$", "charts/episodic_return$"],

@@ -14,7 +14,6 @@ from sdar_utils.evaluation import (
     act_or_repeat_image,
     repetition_metrics,
     summarise,
-    write_video,
 )
 from sdar_utils.noise import EpisodesNoise, Noise
 from tests.conftest import TINY
@@ -198,16 +197,3 @@ def test_the_first_greedy_episode_is_filmed():
     filmed = [(mode, i) for mode in MODES for i, t in enumerate(played[mode]) if t.frames]
     assert filmed == [("greedy", 0)]
     assert len(played["greedy"][0].frames) == 200
-
-
-def test_videos_are_whole_or_absent(tmp_path):
-    import imageio.v3 as imageio
-
-    frames = [np.full((33, 47, 3), 4 * i, np.uint8) for i in range(50)]  # of an odd size
-    write_video(frames, tmp_path / "videos" / "film.mp4", 30)
-    shown = imageio.imread(tmp_path / "videos" / "film.mp4")
-    assert len(shown) == 50
-    assert abs(int(shown[40].mean()) - 160) < 10
-    with pytest.raises(Exception):  # noqa: B017, PT011 (whatever imageio makes of it)
-        write_video([*frames, "no picture"], tmp_path / "videos" / "other.mp4", 30)
-    assert [path.name for path in (tmp_path / "videos").iterdir()] == ["film.mp4"]
