@@ -81,7 +81,7 @@ declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nr
 
 # The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ of SDAR, and TAAC's family.
 SETTINGS="MountainCarContinuous-v0 100000 4 20 0.5 simple-control
-LunarLanderContinuous-v3 300000 4 20 0.5 simple-control
+LunarLanderContinuous-v3 300000 4 4 0.5 simple-control
 BipedalWalker-v3 600000 4 20 0.5 terrain
 HalfCheetah-v4 3000000 2 20 0.5 locomotion
 Humanoid-v4 3000000 4 20 0.5 locomotion
