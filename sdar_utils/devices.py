@@ -20,7 +20,7 @@ def choose_device(cuda: bool) -> torch.device:
     if cuda and trouble is None:
         return torch.device("cuda")
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if cuda and given not in ("", "-1"):
+    if cuda and given not in ("", "-1", "NoDevFiles"):
         fail(f"CUDA_VISIBLE_DEVICES is {given}, but {trouble}; --no-cuda trains on the CPU")
     if cuda:
         say(f"warning: {trouble}; training on the CPU (--no-cuda does so without this warning)")

@@ -81,7 +81,7 @@ def test_who_was_given_a_gpu_does_not_fall_back(world, visible):
     assert choose_device(False) == torch.device("cpu")
 
 
-@pytest.mark.parametrize("visible", ["", "-1"])
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])  # the last is what Slurm says
 def test_who_was_given_none_falls_back(world, visible):
     world("13.0", 13000, BUSY, visible)
     assert choose_device(True) == torch.device("cpu")
