@@ -62,7 +62,7 @@ def wait_for(condition, job: str):
 
 def submit(place, *words, **more) -> str:  # noqa: F811
     out = sweep(place, *words, "--slurm", **more).stdout
-    assert out.startswith("submitted "), out
+    assert "\nsubmitted " in f"\n{out}", out  # notes may come before it
     return out.split("job array ")[1].split()[0]
 
 
