@@ -1,6 +1,6 @@
 """Evaluate trained agents: returns, APR and AFR as a table, act-or-repeat pictures, action traces and videos.
 
-Works on the run directories of all six scripts, finished (agent.pt) or not (checkpoint.pt).
+Works on the run directories of all six scripts, finished (agent.pt) or not (checkpoint.pt), and on an agent.pt alone.
 
     python evaluate.py runs/my-run runs/another --raster raster.png
 """
@@ -46,7 +46,7 @@ ROUNDING = 1e-9  # 49 · (1/49) is a little less than 1
 @dataclass
 class Args:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """the run directories to evaluate"""
+    """the run directories to evaluate, which keep the evaluation, or agents' files (.pt)"""
     episodes: int = 10
     """so many greedy episodes and so many stochastic ones"""
     seed: int | None = None
@@ -71,7 +71,7 @@ class Args:
 
 @dataclass
 class Run:
-    directory: Path
+    path: Path  # its directory, or an agent's file
     algorithm: str
     agent: Any
     select: Callable[[Tensor, Noise], Tensor] | None  # how its act-or-repeat policy draws, if it has one
@@ -126,28 +126,28 @@ def check_output(option: str, path: Path, suffixes: tuple[str, ...], overwrite: 
         fail(f"{option}: {path.parent} is not writable")
 
 
-def open_run(directory: Path, args: Args) -> Run:
-    if not directory.is_dir():
-        fail(f"there is no run directory {directory}")
-    path = agent_file(directory)
-    if not os.access(directory, os.W_OK):
-        fail(f"{directory} is not writable, but the evaluation is kept there; evaluate a copy of it")
+def open_run(path: Path, args: Args) -> Run:
+    if not path.exists():
+        fail(f"there is no run directory or agent {path}")
+    file = agent_file(path) if path.is_dir() else path
+    if path.is_dir() and not os.access(path, os.W_OK):
+        fail(f"{path} is not writable, but the evaluation is kept there; evaluate its {file.name} instead")
     device = torch.device("cuda" if args.cuda else "cpu")
-    agent, contents = load_agent(path, device)
+    agent, contents = load_agent(file, device)
     script, options = contents["script"], agent.args
     select = getattr(importlib.import_module(script), "draw_act_mask", None)
     if args.selector != "learned" and select is None:
-        fail(f"--selector {args.selector} replaces SDAR's or TAAC's act-or-repeat policy; {directory} has none")
-    step = options.total_timesteps if path.name == "agent.pt" else contents.get("step")
+        fail(f"--selector {args.selector} replaces SDAR's or TAAC's act-or-repeat policy; {path} has none")
+    step = contents.get("step", options.total_timesteps)  # a checkpoint's own
     if [type(value) for value in (options.env_id, options.seed, step)] != [str, int, int] or options.seed < 0:
-        fail(f"{path} is not the file of a run")
+        fail(f"{file} is not the file of a run")
     env = make_filmed_env(options.env_id, "--video") if args.video else make_env(options.env_id)
     if (env.observation_space.shape, env.action_space.shape) != ((agent.obs_dim,), (agent.act_dim,)):
-        fail(f"{path} was trained on another version of {options.env_id}: observations or actions differ in number")
+        fail(f"{file} was trained on another version of {options.env_id}: observations or actions differ in number")
     seed = options.seed if args.seed is None else args.seed
     evaluator = Evaluator(partial(make_env, options.env_id), seed, device, film=env if args.video else None)
     algorithm = ALGORITHMS[script] + " (joint)" * (getattr(options, "selection", None) == "joint")
-    return Run(directory, algorithm, agent, select, evaluator, dimension_names(env), step, training_seconds(directory))
+    return Run(path, algorithm, agent, select, evaluator, dimension_names(env), step, training_seconds(path))
 
 
 def training_seconds(directory: Path) -> float | None:
@@ -209,7 +209,7 @@ def evaluate(
         try:
             return run.evaluator.play(partial(run.agent.act, **selection), args.episodes, done)
         except NotFinite as error:
-            fail(f"{run.directory}: {error.what} is not finite")
+            fail(f"{run.path}: {error.what} is not finite")
 
     seed, rates = run.evaluator.seed, {}
     if args.selector == "learned":
@@ -219,7 +219,7 @@ def evaluate(
         played = {"learned": play(select=watched)}
         rates = watched.rates()
         if len(rates) < len(MODES):
-            fail(f"{run.directory}: its episodes last one step, so there is nothing to select")
+            fail(f"{run.path}: its episodes last one step, so there is nothing to select")
         if args.selector in CERTAIN:
             rates = {mode: torch.full_like(rate, CERTAIN[args.selector]) for mode, rate in rates.items()}
         played[args.selector] = play(select=Rule(args.selector, rates, seed))
@@ -251,7 +251,7 @@ def report(results: list[tuple[Run, dict[str, dict[str, Any]]]]) -> str:
                 error = f" ± {show(summary['return_standard_error'], 1)}" if summary["episodes"] > 1 else ""
                 which = {"selector": selector, "mode": mode} if len(evaluations) > 1 else {"mode": mode}
                 row = {
-                    "run": run.directory.resolve().name,
+                    "run": run.path.resolve().name,
                     "task": run.agent.args.env_id,
                     "algorithm": run.algorithm,
                     **which,
@@ -285,7 +285,7 @@ class Picture:
 def picture(run: Run, trajectory: Trajectory, args: Args) -> Picture:
     (start, stop), length = args.steps, len(trajectory.actions)
     if start >= length:
-        fail(f"--steps {start} {stop}: the episode of {run.directory} has only {length} steps")
+        fail(f"--steps {start} {stop}: the episode of {run.path} has only {length} steps")
     stop = min(stop, length)
     rule = "" if args.selector == "learned" else f", {args.selector} selector"
     part = f"all its {length} steps" if stop - start == length else f"steps {start} to {stop - 1} of {length}"
@@ -357,7 +357,8 @@ def main(args: Args) -> None:
         for run in runs:
             evaluations, trajectory = evaluate(run, args, bar.update)
             name = "evaluation.json" if args.selector == "learned" else f"evaluation-{args.selector}.json"
-            write_json(run.directory / name, evaluations[args.selector])
+            if run.path.is_dir():
+                write_json(run.path / name, evaluations[args.selector])
             results.append((run, evaluations))
             shown.append((run, trajectory))
     print(report(results))

@@ -80,6 +80,22 @@ def test_an_unfinished_run_is_evaluated_at_its_checkpoint(tmp_path):
     assert results(tmp_path) == {**finished, "step": 37}
 
 
+def test_an_agents_file_alone_plays_as_its_run_and_nothing_is_written(tmp_path, capsys):
+    run = make_run(sdar, tmp_path / "run")
+    alone = tmp_path / "alone" / "lander.pt"
+    alone.parent.mkdir()
+    shutil.copy(run / "agent.pt", alone)
+    tables = {}
+    for path in (run, alone):
+        before = snapshot(alone.parent)
+        main(Args((path,), episodes=2, selector="random"))
+        tables[path] = [line.split()[2:] for line in capsys.readouterr().out.splitlines()[2:6]]
+        assert snapshot(alone.parent) == before
+    assert tables[run] == tables[alone]
+    with pytest.raises(SystemExit, match=r"^error: .*evaluation-random.json is damaged or not one of ours"):
+        main(Args((run / "evaluation-random.json",)))
+
+
 def test_seconds_are_those_of_the_last_evaluation(tmp_path):
     assert evaluate.training_seconds(tmp_path) is None
     for text, seconds in [
@@ -367,19 +383,16 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path):
     flipped[len(flipped) // 2] ^= 1
     (tmp_path / "flipped").mkdir()
     (tmp_path / "flipped" / "agent.pt").write_bytes(flipped)
-    shutil.copytree(good, tmp_path / "renamed")
-    (tmp_path / "renamed" / "agent.pt").rename(tmp_path / "renamed" / "checkpoint.pt")
     contents = torch.load(other / "agent.pt", weights_only=True)
     save_file(tmp_path / "task" / "agent.pt", {**contents, "args": {**contents["args"], "env_id": "Pendulum-v1"}})
     save_file(tmp_path / "seed" / "agent.pt", {**contents, "args": {**contents["args"], "seed": "one"}})
     before = snapshot(tmp_path)
     for message, runs, values in [
         ("name at least one run directory", [], {}),
-        ("there is no run directory .*absent", ["good", "absent"], {}),
+        ("there is no run directory or agent .*absent", ["good", "absent"], {}),
         ("has no agent.pt and no checkpoint.pt", ["good", "empty"], {}),
         ("agent.pt is damaged", ["good", "damaged"], {}),
         ("agent.pt is damaged", ["good", "flipped"], {}),
-        ("checkpoint.pt is not the file of a run", ["good", "renamed"], {}),
         ("agent.pt is not the file of a run", ["good", "seed"], {}),
         ("trained on another version of Pendulum-v1", ["good", "task"], {}),
         ("is named twice", ["good", "other", "other/../good"], {}),
