@@ -123,7 +123,8 @@ def base_name(task: str) -> str:
 # Reading runs. What a reader should know about them is added to `notes`.
 
 NEEDED = ("step", "seconds", "return")  # columns of every evaluation; the others may be missing in older data
-RATES = {"": "APR / AFR", "_stochastic": "stochastic APR / AFR"}  # by the ending of the columns that have them
+PLAY = {"": "greedy", "_stochastic": "stochastic"}  # by the ending of the columns of evaluations.csv
+RATES = {"": "APR / AFR", "_stochastic": "stochastic APR / AFR"}
 MEASURES = ("return", "length", "decisions_per_step", "apr", "afr", "afr_per_dim")
 METRICS = ("seconds", *(f"{name}{ending}" for name in MEASURES for ending in RATES))
 # Options that do not make two runs different experiments.
@@ -344,8 +345,8 @@ class Group:
     def final(self, metric: str) -> np.ndarray:
         return np.array([run.last(metric) for run in self.runs])
 
-    def auc(self) -> np.ndarray:
-        return np.array([area_under_curve(run.points["step"], run.points["return"]) for run in self.runs])
+    def auc(self, metric: str = "return") -> np.ndarray:
+        return np.array([area_under_curve(run.points["step"], run.points[metric]) for run in self.runs])
 
 
 @dataclass
@@ -477,6 +478,11 @@ def intervals(scores: dict[str, Any], function: Callable[..., Any], resamples: i
     return {name: (points[name], *bounds[name]) for name in scores}
 
 
+def bounds_of(values: dict[str, tuple[Any, Any, Any]]) -> dict[str, tuple[float, float, float]]:
+    """Of intervals of a single number."""
+    return {name: tuple(float(part[0]) for part in parts) for name, parts in values.items()}
+
+
 def measure_random(task: str, episodes: int, cache: Path) -> list[float]:
     """Returns of the uniformly random policy on a task, measured once."""
     try:
@@ -586,6 +592,10 @@ def with_error(values: Iterable[float], decimals: int | None = None) -> str:
     return plus_minus(float(values.mean()), standard_error(values), decimals)
 
 
+def interval(estimate: float, low: float, high: float, decimals: int) -> str:
+    return f"{number(estimate, decimals)} [{number(low, decimals)}, {number(high, decimals)}]"
+
+
 def thousands(steps: float) -> str:
     """300K for 300 000."""
     for size, suffix in ((1e6, "M"), (1e3, "K")):
@@ -678,6 +688,41 @@ def auc_table(scores: dict[str, dict[str, np.ndarray]], zeros: dict[str, float])
         for algorithm, values in by_algorithm.items():
             numbers = {"normalised_auc": values.mean(), "standard_error": standard_error(values)}
             table.record(task=task, algorithm=algorithm, seeds=len(values), **numbers, random_return=zeros[task])
+    return table
+
+
+def comparison_table(tasks: list[Task], resamples: int) -> Table:
+    """The same in units of return, for both ways of playing, each compared with SDAR's."""
+    table = Table(
+        "auc_intervals",
+        "Mean return over training, by task",
+        "Area under the learning curve, divided by the steps, of greedy and of stochastic play (which is what training "
+        "plays), and the probability that it is higher in a run of SDAR than in one of the algorithm; 95 % bootstrap "
+        "intervals over seeds.",
+        ["task", "", *ordered(task.groups for task in tasks)],
+    )
+    for task in tasks:
+        for ending, play in PLAY.items():
+            metric = f"return{ending}"
+            areas = {
+                algorithm: group.auc(metric)[:, None]
+                for algorithm, group in task.groups.items()
+                if all(metric in run.points for run in group.runs)
+            }
+            if not areas:
+                continue
+            better = {a: [areas["SDAR"], area] for a, area in areas.items() if a != "SDAR"} if "SDAR" in areas else {}
+            height = bounds_of(intervals(areas, np.mean, resamples))
+            improvement = bounds_of(intervals(better, probability_of_improvement, resamples))
+            cells = {a: interval(*values, usual_decimals(values[0])) for a, values in height.items()}
+            table.add_row([task.name, f"{play} return"], cells, {a: values[0] for a, values in height.items()})
+            if improvement:
+                table.add_row(["", "P(SDAR is better)"], {a: interval(*v, 2) for a, v in improvement.items()})
+            for measure, values in (("mean_return", height), ("probability_sdar_is_better", improvement)):
+                for algorithm, (estimate, low, high) in values.items():
+                    numbers = {"estimate": estimate, "low_95": low, "high_95": high}
+                    what = {"task": task.name, "play": play, "algorithm": algorithm, "measure": measure}
+                    table.record(**what, **numbers, seeds=len(areas[algorithm]))
     return table
 
 
@@ -913,17 +958,17 @@ def aggregate_table(result: Aggregates) -> Table:
         "intervals.",
         ["algorithm", "IQM of n-scores", "P(SDAR is better)"],
     )
-    measures = {"iqm_n_score": result.iqm, "probability_sdar_is_better": result.improvement}
+    measures = {"iqm_n_score": bounds_of(result.iqm), "probability_sdar_is_better": bounds_of(result.improvement)}
     for algorithm in result.iqm:
         cells = []
         for measure, values in measures.items():
             if algorithm not in values:  # SDAR is not compared with itself
                 cells.append("")
                 continue
-            estimate, low, high = (float(part[0]) for part in values[algorithm])
-            cells.append(f"{estimate:.2f} [{low:.2f}, {high:.2f}]")
-            interval = {"estimate": estimate, "low_95": low, "high_95": high}
-            table.record(algorithm=algorithm, measure=measure, **interval, tasks=len(result.tasks))
+            estimate, low, high = values[algorithm]
+            cells.append(interval(estimate, low, high, 2))
+            numbers = {"estimate": estimate, "low_95": low, "high_95": high}
+            table.record(algorithm=algorithm, measure=measure, **numbers, tasks=len(result.tasks))
         table.rows.append([algorithm, *cells])
     return table
 
@@ -1202,6 +1247,7 @@ def main(args: Args) -> None:
         if scores:
             page.table(category_table(scores))
             page.table(auc_table(scores, zeros))
+        page.table(comparison_table(compared, args.bootstrap))
         page.table(time_table(compared))
         page.section("returns", "Return and repetition")
         page.table(return_table(compared, zeros))

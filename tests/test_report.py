@@ -169,6 +169,28 @@ def test_auc_scores(study):
     assert float(average["normalised_auc"]) == pytest.approx((21.5 - 10) / (36.5 - 10))
 
 
+def test_mean_returns_over_training_with_intervals(study):
+    """Resamples of two runs are as low as the lower one and as high as the higher one; stochastic play has 1 less."""
+    rows = records(study, "auc_intervals")
+    for play, less in (("greedy", 0), ("stochastic", 1)):
+        for algorithm, low, high in (("SAC", 20, 23), ("SDAR", 35, 38)):
+            row = find(rows, algorithm=algorithm, play=play, measure="mean_return")
+            numbers = [float(row[name]) + less for name in ("low_95", "estimate", "high_95")]
+            assert numbers == pytest.approx([low, (low + high) / 2, high])
+    better = find(rows, algorithm="SAC", play="stochastic", measure="probability_sdar_is_better")
+    assert [float(better[name]) for name in ("low_95", "estimate", "high_95")] == [1, 1, 1]
+
+
+def test_overlapping_runs_are_better_by_chance(tmp_path):
+    """Mean heights 1, 3 of SDAR and 2, 2 of SAC: one run of two is better."""
+    for seed, heights in ((1, (1, 2)), (2, (3, 2))):
+        for script, height in zip(("sdar_continuous_action", "sac_continuous_action"), heights, strict=True):
+            make_run(tmp_path / "runs", script, seed, {0: height, 100: height})
+    rows = records(build(tmp_path / "runs", out=tmp_path / "report"), "auc_intervals")
+    better = find(rows, algorithm="SAC", play="greedy", measure="probability_sdar_is_better")
+    assert [float(better[name]) for name in ("low_95", "estimate", "high_95")] == [0, 0.5, 1]
+
+
 def test_time_to_reach_sacs_final_return(study):
     """SDAR's mean is 42 at step 50 already, above SAC's final 32; ten steps a second."""
     rows = records(study, "time_cost")
@@ -225,7 +247,16 @@ def test_many_long_names_fit_into_the_shared_legend_and_keep_colours_apart():
 
 
 def test_tables_are_there_in_three_formats(study):
-    for name in ("table1_auc", "auc_by_task", "table2_return", "table3_dimensions", "time_cost", "aggregates", "runs"):
+    for name in (
+        "table1_auc",
+        "auc_by_task",
+        "auc_intervals",
+        "table2_return",
+        "table3_dimensions",
+        "time_cost",
+        "aggregates",
+        "runs",
+    ):
         assert (study / "tables" / f"{name}.csv").stat().st_size > 0
         markdown = (study / "tables" / f"{name}.md").read_text()
         lines = [line for line in markdown.splitlines() if line.startswith("|")]
@@ -452,6 +483,7 @@ def test_no_stochastic_rates_no_row(tmp_path):
     study = read(as_csv(tmp_path / "runs", without="_stochastic"), out=tmp_path / "out")
     titles = [row[1] for row in report.return_table(study.tasks, {}).rows]
     assert titles == ["return, 1 seed, 100 steps", "APR / AFR", "n-score", "APR / AFR", "*n-score*", "*APR / AFR*"]
+    assert [row[1] for row in report.comparison_table(study.tasks, 10).rows] == ["greedy return"]
 
 
 @pytest.mark.parametrize("further", ["folder", "csv"])
