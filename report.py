@@ -1028,13 +1028,17 @@ def draw_curves(axis: Any, task: Task, colours: dict[str, str], count_seeds: boo
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value)))
 
 
+def count_of_seeds(groups: Iterable[Group]) -> str:
+    seeds = sorted({len(group.runs) for group in groups})
+    return f"n = {'–'.join(map(str, seeds[:: max(1, len(seeds) - 1)]))}"
+
+
 def overview_figure(tasks: list[Task], colours: dict[str, str]) -> Any:
     figure, axes = grid(len(tasks))
     for task, axis in zip(tasks, axes, strict=True):
         draw_curves(axis, task, colours, count_seeds=False)
-        seeds = sorted({len(group.runs) for group in task.groups.values()})
-        if seeds:
-            axis.set_title(f"{task.name} (n = {'–'.join(map(str, seeds[:: max(1, len(seeds) - 1)]))})")
+        if task.groups:
+            axis.set_title(f"{task.name} ({count_of_seeds(task.groups.values())})")
     figure.supxlabel("environment steps", fontsize=9)
     figure.supylabel("greedy return", fontsize=9)
     shared_legend(figure, axes)
@@ -1065,6 +1069,44 @@ def smoothness_figure(tasks: list[Task], colours: dict[str, str]) -> Any:
     figure.supxlabel("AFR, mean absolute change per dimension", fontsize=9)
     figure.supylabel("greedy return", fontsize=9)
     shared_legend(figure, axes)
+    return figure
+
+
+def sweeps(algorithms: Iterable[str]) -> dict[str, dict[float, str]]:
+    """Variants whose names differ in the number they end with, three at least: SDAR p0.1, SDAR p0.2, SDAR p0.5."""
+    found = collections.defaultdict(dict)
+    for algorithm in algorithms:
+        if match := re.fullmatch(r"(.* \D*?)(\d*\.?\d+)", algorithm):
+            found[match[1].rstrip("- ")][float(match[2])] = algorithm
+    return {name: dict(sorted(members.items())) for name, members in found.items() if len(members) > 2}
+
+
+def sweep_figure(tasks: list[Task], members: dict[float, str], title: str) -> Any:
+    """Final return, APR and AFR against the number, a column for each task."""
+    measures = {"return": "return", "apr": "APR", "afr_per_dim": "AFR per dimension"}
+    tasks = [task for task in tasks if sum(algorithm in task.groups for algorithm in members.values()) > 1]
+    size = (max(3.3 * len(tasks), 4), 2.0 * len(measures) + 0.6)
+    figure, axes = plt.subplots(len(measures), len(tasks), figsize=size, squeeze=False, sharex="col")
+    for column, task in zip(axes.T, tasks, strict=True):
+        groups = {value: task.groups[algorithm] for value, algorithm in members.items() if algorithm in task.groups}
+        column[0].set_title(f"{task.name} ({count_of_seeds(groups.values())})")
+        for axis, metric in zip(column, measures, strict=True):
+            for ending, play in PLAY.items():
+                finals = [group.final(metric + ending) for group in groups.values()]
+                colour = COLOURS["SDAR"] if play == "greedy" else "tab:gray"
+                for value, final in zip(groups, finals, strict=True):
+                    axis.scatter([value] * len(final), final, s=8, color=colour, alpha=0.35, lw=0)
+                errors = np.nan_to_num([standard_error(final) for final in finals])
+                style = {"fmt": "o-", "ms": 4, "lw": 1.4, "color": colour, "label": play}
+                axis.errorbar(list(groups), [mean_of(final) for final in finals], yerr=errors, **style)
+            if min(members) > 0 and max(members) >= 8 * min(members):
+                axis.set_xscale("log")
+            axis.set_xticks(list(members), [f"{value:g}" for value in members])
+            axis.minorticks_off()
+    for axis, name in zip(axes[:, 0], measures.values(), strict=True):
+        axis.set_ylabel(name)
+    figure.supxlabel(title, fontsize=9)
+    shared_legend(figure, list(axes.flat))
     return figure
 
 
@@ -1254,6 +1296,12 @@ def main(args: Args) -> None:
         page.table(dimension_table(compared, args.dimensions_task))
         caption = "Return against AFR (the further left the smoother): dots are runs, circles means ± standard error."
         page.figure("smoothness", smoothness_figure(compared, colours), caption)
+    if compared and (found := sweeps(ordered(task.groups for task in compared))):
+        page.section("sweeps", "Against a setting")
+        for title, members in found.items():
+            figure = sweep_figure(compared, members, title)
+            caption = f"{title}: final return, APR and AFR; dots are runs, circles means ± standard error."
+            page.figure("sweep-" + re.sub(r"[^\w.-]", "-", title), figure, caption)
     if result is not None:
         page.section("aggregates", "Over all tasks")
         page.table(aggregate_table(result))

@@ -227,6 +227,29 @@ def test_curve_is_the_mean_with_standard_errors(study):
     report.plt.close(figure)
 
 
+def test_sweeps_are_variants_that_differ_in_a_number():
+    names = ["SAC", "SDAR p0.5", "SDAR p0.05", "SDAR p.1", "SDAR lambda-0.4", "SDAR lambda-0.6", "SDAR K4", "TAAC lr 2"]
+    assert report.sweeps(names) == {"SDAR p": {0.05: "SDAR p0.05", 0.1: "SDAR p.1", 0.5: "SDAR p0.5"}}
+
+
+def test_a_sweep_is_drawn_as_mean_and_error_against_its_number(tmp_path):
+    for p, final in (("0.1", 30), ("0.2", 40), ("0.9", 50)):
+        for seed in (1, 2):
+            name = f"sdar_continuous_action-p{p}"
+            make_run(tmp_path / "runs", seed=seed, returns={0: 0, 100: final + seed}, apr=(4.0, 4.0), exp_name=name)
+    out = build(tmp_path / "runs", out=tmp_path / "report")
+    assert (out / "figures" / "sweep-SDAR-p.png").exists()
+    tasks = report.choose(report.read_evaluations(out / "evaluations.csv")[0], None, [])
+    ((title, members),) = report.sweeps(tasks[0].groups).items()
+    returns, apr, _ = report.sweep_figure(tasks, members, title).axes
+    greedy, stochastic = returns.containers
+    np.testing.assert_allclose(greedy.lines[0].get_xydata().astype(float), [(0.1, 31.5), (0.2, 41.5), (0.9, 51.5)])
+    np.testing.assert_allclose(stochastic.lines[0].get_xydata()[:, 1].astype(float), [30.5, 40.5, 50.5])  # make_run's
+    np.testing.assert_allclose(greedy.lines[2][0].get_segments()[1][:, 1].astype(float), [41, 42])  # of 41 and 42: 0.5
+    assert [list(container.lines[0].get_ydata()) for container in apr.containers] == [[4, 4, 4], [8, 8, 8]]
+    assert (returns.get_ylabel(), apr.get_ylabel(), returns.get_xscale()) == ("return", "APR", "log")
+
+
 def test_many_long_names_fit_into_the_shared_legend_and_keep_colours_apart():
     names = ["SDAR", *(f"SDAR with a rather long label {k:02}" for k in range(14))]
     colours = report.palette(names)
