@@ -10,6 +10,7 @@ Equation numbers in the docstrings are the paper's. Details, metrics and results
 """
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,17 +77,25 @@ class Args(RunArgs):
     far less variance; off gives the plain Eq. 9"""
     selection_entropy_scale: float = 0.5
     """λ: β's target entropy is λ·|A|·log 2 (the paper uses 0.4 to 0.6, by task)"""
-    warmup_repeats: bool = False
-    """draw the act-or-repeat bits from β during the random warm-up too, which repeats half of them; off, every
-    dimension acts there, as in SAC's warm-up"""
+    warmup_repeats: Literal["none", "one", "all"] = "one"
+    """which dimensions repeat with probability 1 - p in the random warm-up: none, as in SAC's; one, drawn anew for each
+    episode; or all"""
     act_prior: float = 0.5
     """p: β's bonus is for being near Bernoulli(p), so that below 0.5 a dimension repeats unless acting is worth it; 0.5
     is the paper's entropy bonus"""
     action_entropy: Literal["all", "acting"] = "all"
-    """whose entropy π has a bonus and a target for: all, as the paper's equations are written, with -|A| for all
-    dimensions together, or acting, with -1 for each dimension that acts"""
+    """whose entropy π has a bonus and a target for: that of all dimensions, as the paper's equations are written, or of
+    those that act"""
+    target_action_entropy: float = -1.0
+    """π's target entropy in nats for each of these dimensions"""
     entropy_in_target: bool = False
     """add both policies' entropy bonuses to the critics' target; Eq. 6 has none"""
+    as_published: bool = False
+    """the entropies of Eqs. 7-10 as the paper prints them, and SAC's warm-up: --action-entropy all
+    --target-action-entropy -1 --act-prior 0.5 --warmup-repeats none"""
+
+
+PUBLISHED = {"action_entropy": "all", "target_action_entropy": -1.0, "act_prior": 0.5, "warmup_repeats": "none"}
 
 
 ACT_PLACEHOLDER = -2.0  # ξ: stands in π's input for the previous action of a dimension that acts, outside of [-1, 1]
@@ -103,6 +112,17 @@ def check_args(args: Args) -> None:
             "baseline (--no-selection-baseline turns it off)"
         )
     require(args, "in (0, 1)", lambda value: 0 < value < 1, "act_prior")
+
+
+def resolve_published(args: Args) -> Args:
+    """--as-published stands for other options, which may not say otherwise."""
+    if not args.as_published:
+        return args
+    for name, value in PUBLISHED.items():
+        if getattr(args, name) not in (value, getattr(Args, name)):
+            option = f"--{name.replace('_', '-')}"
+            fail(f"--as-published sets {option} {value}, not {getattr(args, name)}; drop one of the two")
+    return dataclasses.replace(args, **PUBLISHED)
 
 
 # Networks.
@@ -305,10 +325,20 @@ class Agent(nn.Module):
         return actions.cpu().numpy(), 1
 
     @torch.inference_mode()
-    def random_action(self, obs: np.ndarray, prev_action: np.ndarray | None, noise: Noise) -> np.ndarray:
-        """For the warm-up: uniform in the dimensions that act, which are all if there is no previous action."""
-        _, previous, act_mask = self.first_stage(obs, prev_action, noise, draw_act_mask)
-        return mix(act_mask, previous, noise.uniform(self.act_dim) * 2 - 1).cpu().numpy()
+    def random_action(self, prev_action: np.ndarray | None, may_repeat: Tensor, noise: Noise) -> np.ndarray:
+        """For the warm-up: uniform, but dimensions that may repeat do so with probability 1 - p."""
+        action = noise.uniform(self.act_dim) * 2 - 1
+        if prev_action is not None:
+            act_mask = ~may_repeat | (noise.uniform(self.bits) < self.args.act_prior)
+            action = mix(act_mask, upload(prev_action, self.device), action)
+        return action.cpu().numpy()
+
+    def may_repeat(self, noise: Noise) -> Tensor:
+        """The dimensions that may repeat in an episode of the warm-up."""
+        if self.args.warmup_repeats == "one":
+            drawn = (noise.uniform(1) * self.act_dim).long()
+            return torch.arange(self.act_dim, device=self.device) == drawn
+        return torch.full((self.act_dim,), self.args.warmup_repeats == "all", device=self.device)
 
     def first_stage(
         self, obs: np.ndarray, prev_actions: np.ndarray | None, noise: Noise, select: Callable
@@ -370,7 +400,8 @@ class Agent(nn.Module):
         log_prob = self.joint_log_prob(log_probs, act_mask)
         policy_loss = -action_objective(self.clipped_value(batch["obs"], actions), log_prob, self.alpha_action).mean()
         entropies, acts = -log_probs.detach(), act_mask.expand_as(log_probs)
-        entropy_action, target_action = -log_prob.detach().mean(), -self.counted(acts).sum(-1).mean()
+        entropy_action = -log_prob.detach().mean()
+        target_action = self.args.target_action_entropy * self.counted(acts).sum(-1).mean()
         alpha_loss = temperature_loss(self.log_alpha_selection, bonus_selection, self.target_bonus_selection)
         alpha_loss = alpha_loss + temperature_loss(self.log_alpha_action, entropy_action, target_action)
         metrics = {
@@ -444,6 +475,7 @@ class Agent(nn.Module):
 def train(args: Args) -> Path:
     """Algorithm 1. Returns the run directory."""
     check_args(args)
+    args = resolve_published(args)
     device = prepare(args)
     env, noise = make_env(args.env_id), Noise(device)
     (obs_dim,), (act_dim,) = env.observation_space.shape, env.action_space.shape
@@ -463,7 +495,9 @@ def train(args: Args) -> Path:
         (obs, _), prev_action = env.reset(seed=run.episode_seed()), None
         for step in run.steps():
             if step <= args.learning_starts:
-                action = agent.random_action(obs, prev_action if args.warmup_repeats else None, noise)
+                if prev_action is None:
+                    may_repeat = agent.may_repeat(noise)
+                action = agent.random_action(prev_action, may_repeat, noise)
             else:
                 action, _ = agent.act(obs, prev_action, noise)
             next_obs, reward, terminated, truncated, info = env.step(action)

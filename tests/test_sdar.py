@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 
 import numpy as np
@@ -287,12 +288,12 @@ def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy, act_pri
     assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+@pytest.mark.parametrize(("action_entropy", "target"), [("all", -1), ("acting", -1), ("acting", -0.3)])
 @pytest.mark.parametrize("act_prior", [0.5, 0.2])
-def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, act_prior):
-    """Eqs. 7 and 10; with `acting`, only what acts has an entropy, and its target is -1 for each such dimension."""
+def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, target, act_prior):
+    """Eqs. 7 and 10; with `acting`, only what acts has an entropy, and a target for each such dimension."""
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
-    agent = make_agent(action_entropy=action_entropy, act_prior=act_prior).double()
+    agent = make_agent(action_entropy=action_entropy, target_action_entropy=target, act_prior=act_prior).double()
     batch = make_batch(dtype=torch.float64)
     with torch.no_grad():
         agent.log_alpha_action.fill_(0.4)
@@ -311,7 +312,7 @@ def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, 
         counted = densities if action_entropy == "all" else densities[b]
         q = value((agent.q1, agent.q2), obs, np.where(b, np.tanh(mean), prev))
         terms.append(math.exp(0.4) * counted.sum() - q)
-        surplus_action.append(-counted.sum() + len(counted))
+        surplus_action.append(-counted.sum() - target * len(counted))
         if not batch["first"][i]:
             kl = p * np.log(p / act_prior) + (1 - p) * np.log((1 - p) / (1 - act_prior))
             bonuses.append(-kl.sum() + (1 - 0.5) * ACT * math.log(2))
@@ -536,7 +537,7 @@ NOISE = Noise(torch.device("cpu"))
 GREEDY = EpisodesNoise([None], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("mode", ["warm-up", "stochastic", "greedy"])
+@pytest.mark.parametrize("mode", ["stochastic", "greedy"])
 def test_rollout_acts_first_and_then_repeats_where_the_bits_say(mode, monkeypatch):
     agent, masks = make_agent(act_dim=5), []
 
@@ -548,9 +549,7 @@ def test_rollout_acts_first_and_then_repeats_where_the_bits_say(mode, monkeypatc
     previous = None
     for t in range(50):
         obs = np.random.default_rng(t).normal(size=OBS).astype(np.float32)
-        if mode == "warm-up":
-            action = agent.random_action(obs, previous, NOISE)
-        elif mode == "stochastic":
+        if mode == "stochastic":
             action, steps = agent.act(obs, previous, NOISE, recorded)
             assert steps == 1
         else:
@@ -565,26 +564,60 @@ def test_rollout_acts_first_and_then_repeats_where_the_bits_say(mode, monkeypatc
         previous = action
 
 
-def test_the_warm_up_is_uniform():
-    agent, obs = make_agent(act_dim=5), np.ones(OBS, np.float32)
-    drawn = np.stack([agent.random_action(obs, None, NOISE) for _ in range(3000)])
+@pytest.mark.parametrize("selection", ["decoupled", "joint"])
+def test_the_warm_up_is_uniform_and_repeats_where_it_may(selection):
+    agent = make_agent(act_dim=5, act_prior=0.2, selection=selection)
+    held, may_repeat = np.full(5, 0.5, np.float32), torch.tensor([True, False, True, False, False])
+    drawn = np.stack([agent.random_action(None, may_repeat, NOISE) for _ in range(3000)])
     assert (np.abs(drawn.mean(0)) < 5 * math.sqrt(1 / 3 / 3000)).all()
     assert (np.abs(drawn.var(0) - 1 / 3) < 0.03).all()  # a uniform one's on [-1, 1]
-    held = np.full(5, 0.5, np.float32)
-    repeated = np.stack([agent.random_action(obs, held, NOISE) == 0.5 for _ in range(200)]).mean(0)
-    assert ((repeated > 0.2) & (repeated < 0.8)).all()  # an untrained β repeats about half of the time
+    repeated = np.stack([agent.random_action(held, may_repeat, NOISE) == 0.5 for _ in range(3000)])
+    assert (np.abs(repeated.mean(0) - 0.8 * may_repeat.numpy()) < 5 * math.sqrt(0.8 * 0.2 / 3000)).all()
+    assert (repeated[:, 0] == repeated[:, 2]).all() == (selection == "joint")
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_the_warm_up_repeats_if_asked_to(repeats, tmp_path):
-    """Steps 2 to 40 of an episode of 50: no number is drawn twice by chance."""
+def test_an_episode_of_the_warm_up_lets_none_one_or_all_repeat():
+    for repeats, count in (("none", 0), ("all", 5)):
+        assert make_agent(act_dim=5, warmup_repeats=repeats).may_repeat(NOISE).sum() == count
+    agent = make_agent(act_dim=5, warmup_repeats="one")
+    drawn = torch.stack([agent.may_repeat(NOISE) for _ in range(2000)])
+    assert (drawn.sum(1) == 1).all()
+    assert ((drawn.float().mean(0) - 0.2).abs() < 5 * math.sqrt(0.2 * 0.8 / 2000)).all()
+
+
+@pytest.mark.parametrize("repeats", ["none", "one", "all"])
+def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
+    """Within an episode the same ones; no number is drawn twice by chance."""
     rows, add = [], sdar.ReplayBuffer.add
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdar.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
-        train(sdar, tmp_path, env_id="tests.tasks:HoldAndTrack-v0", total_timesteps=45, warmup_repeats=repeats)
-    repeated = np.array([row["actions"] == row["prev_actions"] for row in rows[1:40]])
-    assert repeated.any() == repeats
-    assert [row["first"] for row in rows] == [True] + [False] * 44
+        options = {"total_timesteps": 405, "learning_starts": 400, "warmup_repeats": repeats, "act_prior": 0.3}
+        train(sdar, tmp_path, env_id="tests.tasks:HoldAndTrack-v0", **options)
+    firsts = [i for i, row in enumerate(rows[:400]) if row["first"]]
+    assert firsts == list(range(0, 400, 50))
+    held = {
+        tuple(np.any([row["actions"] == row["prev_actions"] for row in rows[i + 1 : i + 50]], axis=0)) for i in firsts
+    }
+    one = {(True, False), (False, True)}
+    assert held == {"none": {(False, False)}, "one": one, "all": {(True, True)}}[repeats]
+
+
+def test_as_published_stands_for_the_papers_entropies(tmp_path):
+    changed = sdar.resolve_published(sdar.Args(as_published=True))
+    values = {name: getattr(changed, name) for name in sdar.PUBLISHED}
+    assert values == {
+        "action_entropy": "all",
+        "target_action_entropy": -1,
+        "act_prior": 0.5,
+        "warmup_repeats": "none",
+    }
+    assert dataclasses.replace(changed, as_published=False) == sdar.Args(**sdar.PUBLISHED)  # and for nothing else
+    assert sdar.resolve_published(changed) == changed  # as a resumed run has it
+    assert sdar.resolve_published(sdar.Args()) == sdar.Args()
+    with pytest.raises(SystemExit, match=r"--as-published sets --act-prior 0\.5, not 0\.1; drop one of the two"):
+        train(sdar, tmp_path, as_published=True, act_prior=0.1)
+    run = train(sdar, tmp_path, env_id="tests.tasks:HoldAndTrack-v0", total_timesteps=45, as_published=True)
+    assert json.loads((run / "args.json").read_text())["args"]["act_prior"] == 0.5
 
 
 def test_stochastic_bits_have_their_probability_and_greedy_ones_the_likelier_value():
