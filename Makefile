@@ -1,4 +1,5 @@
-# make train: set up and train SDAR on LunarLander (ARGS="…" adds options).  make test: set up and run the tests.
+# make train: set up and train SDAR on LunarLander (ARGS="…" adds options).  make demo: set up and film a trained agent.
+# make test: set up and run the tests.
 # make test-gpu: what only a machine with a GPU can test.
 PYTHON ?= python3
 VENV := .venv
@@ -11,9 +12,13 @@ LAPTOP := --env-id LunarLanderContinuous-v3 --total-timesteps 100000 --hidden-di
 # These networks gain little from threads, and lose much where other programs want the cores too.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-gpu
+.PHONY: train demo test test-gpu
 train: $(READY)
 	$(VENV)/bin/python sdar_continuous_action.py $(if $(findstring --env-id,$(ARGS)),,$(LAPTOP)) $(ARGS)
+
+demo: $(READY)
+	$(VENV)/bin/python evaluate.py docs/agents/lander.pt --video demo.gif --overwrite $(ARGS)
+	@echo "Now open demo.gif: dark is act, light is repeat"
 
 test: $(READY)
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,6 @@ Equation numbers in the docstrings are the paper's. Details, metrics and results
 """
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class Args(RunArgs):
     far less variance; off gives the plain Eq. 9"""
     selection_entropy_scale: float = 0.5
     """λ: β's target entropy is λ·|A|·log 2 (the paper uses 0.4 to 0.6, by task)"""
-    warmup_repeats: Literal["none", "one", "all"] = "one"
+    warmup_repeats: Literal["none", "one", "all"] = "none"
     """which dimensions repeat with probability 1 - p in the random warm-up: none, as in SAC's; one, drawn anew for each
     episode; or all"""
     act_prior: float = 0.5
@@ -90,12 +89,6 @@ class Args(RunArgs):
     """π's target entropy in nats for each of these dimensions"""
     entropy_in_target: bool = False
     """add both policies' entropy bonuses to the critics' target; Eq. 6 has none"""
-    as_published: bool = False
-    """the entropies of Eqs. 7-10 as the paper prints them, and SAC's warm-up: --action-entropy all
-    --target-action-entropy -1 --act-prior 0.5 --warmup-repeats none"""
-
-
-PUBLISHED = {"action_entropy": "all", "target_action_entropy": -1.0, "act_prior": 0.5, "warmup_repeats": "none"}
 
 
 ACT_PLACEHOLDER = -2.0  # ξ: stands in π's input for the previous action of a dimension that acts, outside of [-1, 1]
@@ -112,17 +105,6 @@ def check_args(args: Args) -> None:
             "baseline (--no-selection-baseline turns it off)"
         )
     require(args, "in (0, 1)", lambda value: 0 < value < 1, "act_prior")
-
-
-def resolve_published(args: Args) -> Args:
-    """--as-published stands for other options, which may not say otherwise."""
-    if not args.as_published:
-        return args
-    for name, value in PUBLISHED.items():
-        if getattr(args, name) not in (value, getattr(Args, name)):
-            option = f"--{name.replace('_', '-')}"
-            fail(f"--as-published sets {option} {value}, not {getattr(args, name)}; drop one of the two")
-    return dataclasses.replace(args, **PUBLISHED)
 
 
 # Networks.
@@ -475,7 +457,6 @@ class Agent(nn.Module):
 def train(args: Args) -> Path:
     """Algorithm 1. Returns the run directory."""
     check_args(args)
-    args = resolve_published(args)
     device = prepare(args)
     env, noise = make_env(args.env_id), Noise(device)
     (obs_dim,), (act_dim,) = env.observation_space.shape, env.action_space.shape

@@ -8,7 +8,7 @@ import tyro
 import report
 from tests.conftest import ROOT
 
-PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("results.md", "baselines.md")}
+PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("results.md", "persistence.md", "baselines.md")}
 MARKED = r"<!-- (\S+) of (.+?) -->\n\n(.*?)\n\n"
 TABLES = [table for page in PAGES.values() for table in re.findall(MARKED, page, re.S)]
 
@@ -23,10 +23,11 @@ def test_every_table_names_where_it_comes_from(page):
 def test_tables_are_redrawn_from_the_data(options, tmp_path, monkeypatch):
     tables = [(name, table) for name, others, table in TABLES if others == options]
     monkeypatch.chdir(ROOT / "docs" / "results")
-    # Figures and bootstrap intervals are what takes time, and the latter are in one table alone.
+    # Figures and bootstrap intervals are what takes time, and the latter are in two tables alone.
     monkeypatch.setattr(report.Page, "figure", lambda page, name, figure, caption: report.plt.close(figure))
-    words = ["--from-csv", *options.split(), *(() if "aggregates" in dict(tables) else ("--bootstrap", "1"))]
-    report.main(tyro.cli(report.Args, args=["--out", str(tmp_path / "report"), *words]))
+    bootstrap = () if dict(tables).keys() & {"aggregates", "auc_intervals"} else ("--bootstrap", "1")
+    words = ["--from-csv", *options.split(), *bootstrap, "--out", str(tmp_path / "report")]
+    report.main(tyro.cli(report.Args, args=words))
     for name, table in tables:
         written = (tmp_path / "report" / "tables" / f"{name}.md").read_text()
         assert table == written[written.index("| ") :].strip(), name

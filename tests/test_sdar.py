@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 
 import numpy as np
@@ -264,14 +263,16 @@ def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0
     candidate = np.tanh(mean)
     q = value((agent.q1_target, agent.q2_target), obs, np.where(b, candidate, prev))
     log_beta = np.log(np.where(b, p, 1 - p)).sum() - math.log(prior_by_hand(b, act_prior)) - ACT * math.log(2)
-    bonus = -alpha_action * log_density(candidate, mean, std).sum() - alpha_selection * log_beta
+    counted = np.ones(ACT, bool) if agent.args.action_entropy == "all" else b
+    bonus = -alpha_action * log_density(candidate, mean, std)[counted].sum() - alpha_selection * log_beta
     return batch["rewards"][i].item() + 0.99 * (1 - batch["terminated"][i].item()) * (q + bonus)
 
 
+@pytest.mark.parametrize("action_entropy", ["all", "acting"])
 @pytest.mark.parametrize(("entropy", "act_prior"), [(False, 0.5), (False, 0.2), (True, 0.5), (True, 0.2)])
-def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy, act_prior):
+def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy, act_prior, action_entropy):
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
-    agent = make_agent(entropy_in_target=entropy, act_prior=act_prior).double()
+    agent = make_agent(entropy_in_target=entropy, act_prior=act_prior, action_entropy=action_entropy).double()
     with torch.no_grad():
         agent.log_alpha_selection.fill_(-0.3)
         agent.log_alpha_action.fill_(0.4)
@@ -345,7 +346,8 @@ def test_a_prior_of_a_half_is_the_paper_to_the_last_bit(monkeypatch):
         for bonus in (sdar.selection_bonus, lambda logits, act_prior: sdar.selection_entropy(logits)):
             with monkeypatch.context() as patch:
                 patch.setattr(sdar, "selection_bonus", bonus)
-                agent, batch = make_agent(selection_objective=objective).double(), make_batch(dtype=torch.float64)
+                agent = make_agent(selection_objective=objective, act_prior=0.5).double()
+                batch = make_batch(dtype=torch.float64)
                 torch.manual_seed(1)
                 losses = agent.selection_loss(batch)[0], agent.policy_loss(batch)[0]
                 of = agent.selection.parameters(), [agent.log_alpha_selection]
@@ -600,24 +602,6 @@ def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
     }
     one = {(True, False), (False, True)}
     assert held == {"none": {(False, False)}, "one": one, "all": {(True, True)}}[repeats]
-
-
-def test_as_published_stands_for_the_papers_entropies(tmp_path):
-    changed = sdar.resolve_published(sdar.Args(as_published=True))
-    values = {name: getattr(changed, name) for name in sdar.PUBLISHED}
-    assert values == {
-        "action_entropy": "all",
-        "target_action_entropy": -1,
-        "act_prior": 0.5,
-        "warmup_repeats": "none",
-    }
-    assert dataclasses.replace(changed, as_published=False) == sdar.Args(**sdar.PUBLISHED)  # and for nothing else
-    assert sdar.resolve_published(changed) == changed  # as a resumed run has it
-    assert sdar.resolve_published(sdar.Args()) == sdar.Args()
-    with pytest.raises(SystemExit, match=r"--as-published sets --act-prior 0\.5, not 0\.1; drop one of the two"):
-        train(sdar, tmp_path, as_published=True, act_prior=0.1)
-    run = train(sdar, tmp_path, env_id="tests.tasks:HoldAndTrack-v0", total_timesteps=45, as_published=True)
-    assert json.loads((run / "args.json").read_text())["args"]["act_prior"] == 0.5
 
 
 def test_stochastic_bits_have_their_probability_and_greedy_ones_the_likelier_value():
