@@ -63,8 +63,8 @@ fail() {
 
 print_settings() { # as Markdown, from the tables below
     local family
-    echo "| task | steps | N-Rep: n | TempoRL, UTE: J | SDAR: λ | TAAC: family |"
-    echo "|---|--:|--:|--:|--:|---|"
+    echo "| task | steps | N-Rep: n | TempoRL: J | UTE: J | SDAR: λ | TAAC: family |"
+    echo "|---|--:|--:|--:|--:|--:|---|"
     sed 's/ / | /g; s/.*/| & |/' <<<"$SETTINGS"
     echo
     echo "| TAAC's family | options | warm-up |"
@@ -80,21 +80,21 @@ declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nr
     [taac]=taac_continuous_action [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
 
 # The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ of SDAR, and TAAC's family.
-SETTINGS="MountainCarContinuous-v0 100000 4 20 0.5 simple-control
-LunarLanderContinuous-v3 300000 4 4 0.5 simple-control
-BipedalWalker-v3 600000 4 20 0.5 terrain
-HalfCheetah-v4 3000000 2 20 0.5 locomotion
-Humanoid-v4 3000000 4 20 0.5 locomotion
-Walker2d-v4 1500000 4 20 0.5 locomotion
-Hopper-v4 1000000 4 20 0.5 locomotion
-Ant-v4 3000000 2 20 0.5 locomotion
-FetchReach-v4 100000 2 20 0.5 manipulation
-Pusher-v5 500000 4 20 0.5 other
-Reacher-v4 100000 2 20 0.5 other"
-declare -A BUDGET REPEAT MAX_SKIP ENTROPY_SCALE FAMILY
-while read -r task budget repeat max_skip entropy_scale family; do
-    BUDGET[$task]=$budget REPEAT[$task]=$repeat MAX_SKIP[$task]=$max_skip ENTROPY_SCALE[$task]=$entropy_scale
-    FAMILY[$task]=$family
+SETTINGS="MountainCarContinuous-v0 100000 4 20 20 0.5 simple-control
+LunarLanderContinuous-v3 300000 4 10 4 0.5 simple-control
+BipedalWalker-v3 600000 4 20 20 0.5 terrain
+HalfCheetah-v4 3000000 2 20 20 0.5 locomotion
+Humanoid-v4 3000000 4 20 20 0.5 locomotion
+Walker2d-v4 1500000 4 20 20 0.5 locomotion
+Hopper-v4 1000000 4 20 20 0.5 locomotion
+Ant-v4 3000000 2 20 20 0.5 locomotion
+FetchReach-v4 100000 2 20 20 0.5 manipulation
+Pusher-v5 500000 4 20 20 0.5 other
+Reacher-v4 100000 2 20 20 0.5 other"
+declare -A BUDGET REPEAT TEMPORL_SKIP UTE_SKIP ENTROPY_SCALE FAMILY
+while read -r task budget repeat temporl_skip ute_skip entropy_scale family; do
+    BUDGET[$task]=$budget REPEAT[$task]=$repeat TEMPORL_SKIP[$task]=$temporl_skip UTE_SKIP[$task]=$ute_skip
+    ENTROPY_SCALE[$task]=$entropy_scale FAMILY[$task]=$family
 done <<<"$SETTINGS"
 
 # TAAC's authors have settings for families of tasks; "other" are the script's defaults.
@@ -287,7 +287,8 @@ make_settings() { # ALGO TASK STEPS: the options that the task asks for, in $set
     case $1 in
         sdar) settings=(--selection-entropy-scale "${ENTROPY_SCALE[$2]}") ;;
         nrep) settings=(--repeat "${REPEAT[$2]}") ;;
-        temporl | ute) settings=(--max-skip "${MAX_SKIP[$2]}") ;;
+        temporl) settings=(--max-skip "${TEMPORL_SKIP[$2]}") ;;
+        ute) settings=(--max-skip "${UTE_SKIP[$2]}") ;;
         taac)
             read -ra settings <<<"${TAAC[$family]}"
             warmup=${TAAC_WARMUP[$family]:-}

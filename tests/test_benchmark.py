@@ -163,7 +163,7 @@ def test_settings_reach_the_scripts():
     for task, (_, _, family) in TASKS.items():
         assert args["sdar_continuous_action", task].selection_entropy_scale == 0.5
         skips = [args[f"{algo}_continuous_action", task].max_skip for algo in ("temporl", "ute")]
-        assert skips == [4 if task.startswith("LunarLander") else 20] * 2
+        assert skips == ([10, 4] if task.startswith("LunarLander") else [20, 20])
         rate, clip, entropy, advantage_clip, warm_up, td_length = FAMILIES[family]
         taac = args["taac_continuous_action", task]
         assert (taac.learning_rate, taac.advantage_clip, taac.td_length) == (rate, advantage_clip, td_length)
