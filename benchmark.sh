@@ -40,8 +40,8 @@ Where and how:
   --dry-run             print the commands, start nothing and check nothing but the options
   --settings            print the settings that depend on the task
 
-Each of the paper's tasks has settings of its own (steps, N-Rep's n, TempoRL's and UTE's J, SDAR's λ, TAAC's family);
---extra-args win over them. Other tasks are trained with the scripts' defaults, and the sweep says so.
+Each of the paper's tasks has settings of its own (steps, N-Rep's n, TempoRL's and UTE's J, SDAR's λ and objective,
+TAAC's family); --extra-args win over them. Other tasks are trained with the scripts' defaults, and the sweep says so.
 
 On the CPU, new runs are compiled (--compile) if there is a C++ compiler, except with --quick, whose runs are too short
 to win the time back. --extra-args --no-compile turns that off.
@@ -63,9 +63,13 @@ fail() {
 
 print_settings() { # as Markdown, from the tables below
     local family
-    echo "| task | steps | N-Rep: n | TempoRL: J | UTE: J | SDAR: λ | TAAC: family |"
-    echo "|---|--:|--:|--:|--:|--:|---|"
+    echo "| task | steps | N-Rep: n | TempoRL: J | UTE: J | SDAR: λ | SDAR: objective | TAAC: family |"
+    echo "|---|--:|--:|--:|--:|--:|---|---|"
     sed 's/ / | /g; s/.*/| & |/' <<<"$SETTINGS"
+    echo
+    echo "| SDAR's objective | options |"
+    echo "|---|---|"
+    echo "| persistent | \`${SDAR[persistent]}\` |"
     echo
     echo "| TAAC's family | options | warm-up |"
     echo "|---|---|--:|"
@@ -79,23 +83,29 @@ ALGOS=sdar,sac,nrep,taac,temporl,ute
 declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nrep]=nrep_sac
     [taac]=taac_continuous_action [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
 
-# The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ of SDAR, and TAAC's family.
-SETTINGS="MountainCarContinuous-v0 100000 4 20 20 0.5 simple-control
-LunarLanderContinuous-v3 300000 4 10 4 0.5 simple-control
-BipedalWalker-v3 600000 4 20 20 0.5 terrain
-HalfCheetah-v4 3000000 2 20 20 0.5 locomotion
-Humanoid-v4 3000000 4 20 20 0.5 locomotion
-Walker2d-v4 1500000 4 20 20 0.5 locomotion
-Hopper-v4 1000000 4 20 20 0.5 locomotion
-Ant-v4 3000000 2 20 20 0.5 locomotion
-FetchReach-v4 100000 2 20 20 0.5 manipulation
-Pusher-v5 500000 4 20 20 0.5 other
-Reacher-v4 100000 2 20 20 0.5 other"
-declare -A BUDGET REPEAT TEMPORL_SKIP UTE_SKIP ENTROPY_SCALE FAMILY
-while read -r task budget repeat temporl_skip ute_skip entropy_scale family; do
+# The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ and objective of SDAR,
+# and TAAC's family.
+SETTINGS="MountainCarContinuous-v0 100000 4 20 20 0.5 persistent simple-control
+LunarLanderContinuous-v3 300000 4 10 4 0.5 letter simple-control
+BipedalWalker-v3 600000 4 20 20 0.5 letter terrain
+HalfCheetah-v4 3000000 2 20 20 0.5 letter locomotion
+Humanoid-v4 3000000 4 20 20 0.5 letter locomotion
+Walker2d-v4 1500000 4 20 20 0.5 letter locomotion
+Hopper-v4 1000000 4 20 20 0.5 letter locomotion
+Ant-v4 3000000 2 20 20 0.5 letter locomotion
+FetchReach-v4 100000 2 20 20 0.5 letter manipulation
+Pusher-v5 500000 4 20 20 0.5 letter other
+Reacher-v4 100000 2 20 20 0.5 letter other"
+declare -A BUDGET REPEAT TEMPORL_SKIP UTE_SKIP ENTROPY_SCALE OBJECTIVE FAMILY
+while read -r task budget repeat temporl_skip ute_skip entropy_scale objective family; do
     BUDGET[$task]=$budget REPEAT[$task]=$repeat TEMPORL_SKIP[$task]=$temporl_skip UTE_SKIP[$task]=$ute_skip
-    ENTROPY_SCALE[$task]=$entropy_scale FAMILY[$task]=$family
+    ENTROPY_SCALE[$task]=$entropy_scale OBJECTIVE[$task]=$objective FAMILY[$task]=$family
 done <<<"$SETTINGS"
+
+# SDAR to the paper's letter, and with more persistence where the letter finds nothing.
+declare -A SDAR=(
+    [letter]=""
+    [persistent]="--act-prior 0.2 --action-entropy acting --target-action-entropy -0.5 --warmup-repeats one")
 
 # TAAC's authors have settings for families of tasks; "other" are the script's defaults.
 declare -A TAAC=(
@@ -285,7 +295,9 @@ make_settings() { # ALGO TASK STEPS: the options that the task asks for, in $set
     settings=()
     [[ -n $family ]] || return 0
     case $1 in
-        sdar) settings=(--selection-entropy-scale "${ENTROPY_SCALE[$2]}") ;;
+        sdar)
+            read -ra settings <<<"${SDAR[${OBJECTIVE[$2]}]}"
+            settings+=(--selection-entropy-scale "${ENTROPY_SCALE[$2]}") ;;
         nrep) settings=(--repeat "${REPEAT[$2]}") ;;
         temporl) settings=(--max-skip "${TEMPORL_SKIP[$2]}") ;;
         ute) settings=(--max-skip "${UTE_SKIP[$2]}") ;;

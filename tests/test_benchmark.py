@@ -161,7 +161,15 @@ def test_settings_reach_the_scripts():
     """Every task's, as the authors of the baselines have them."""
     args = printed_args("--paper")
     for task, (_, _, family) in TASKS.items():
-        assert args["sdar_continuous_action", task].selection_entropy_scale == 0.5
+        sdar = args["sdar_continuous_action", task]
+        assert sdar.selection_entropy_scale == 0.5
+        persistent = (0.2, "acting", -0.5, "one") if task.startswith("MountainCar") else (0.5, "all", -1, "none")
+        assert (
+            sdar.act_prior,
+            sdar.action_entropy,
+            sdar.target_action_entropy,
+            sdar.warmup_repeats,
+        ) == persistent
         skips = [args[f"{algo}_continuous_action", task].max_skip for algo in ("temporl", "ute")]
         assert skips == ([10, 4] if task.startswith("LunarLander") else [20, 20])
         rate, clip, entropy, advantage_clip, warm_up, td_length = FAMILIES[family]
