@@ -310,7 +310,7 @@ class Agent(nn.Module):
     def random_action(self, prev_action: np.ndarray | None, may_repeat: Tensor, noise: Noise) -> np.ndarray:
         """For the warm-up: uniform, but dimensions that may repeat do so with probability 1 - p."""
         action = noise.uniform(self.act_dim) * 2 - 1
-        if prev_action is not None:
+        if prev_action is not None and self.args.warmup_repeats != "none":
             act_mask = ~may_repeat | (noise.uniform(self.bits) < self.args.act_prior)
             action = mix(act_mask, upload(prev_action, self.device), action)
         return action.cpu().numpy()

@@ -568,7 +568,7 @@ def test_rollout_acts_first_and_then_repeats_where_the_bits_say(mode, monkeypatc
 
 @pytest.mark.parametrize("selection", ["decoupled", "joint"])
 def test_the_warm_up_is_uniform_and_repeats_where_it_may(selection):
-    agent = make_agent(act_dim=5, act_prior=0.2, selection=selection)
+    agent = make_agent(act_dim=5, act_prior=0.2, warmup_repeats="one", selection=selection)
     held, may_repeat = np.full(5, 0.5, np.float32), torch.tensor([True, False, True, False, False])
     drawn = np.stack([agent.random_action(None, may_repeat, NOISE) for _ in range(3000)])
     assert (np.abs(drawn.mean(0)) < 5 * math.sqrt(1 / 3 / 3000)).all()
