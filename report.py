@@ -1077,7 +1077,7 @@ def sweeps(algorithms: Iterable[str]) -> dict[str, dict[float, str]]:
     found = collections.defaultdict(dict)
     for algorithm in algorithms:
         if match := re.fullmatch(r"(.* \D*?)(\d*\.?\d+)", algorithm):
-            found[match[1].rstrip("- ")][float(match[2])] = algorithm
+            found[match[1].rstrip()][float(match[2])] = algorithm
     return {name: dict(sorted(members.items())) for name, members in found.items() if len(members) > 2}
 
 
