@@ -1,4 +1,4 @@
-# make train: set up and train SDAR on LunarLander (ARGS="…" adds options).  make demo: set up and film a trained agent.
+# make train: set up and train SDAR on HalfCheetah (ARGS="…" adds options).  make demo: set up and film a trained agent.
 # make test: set up and run the tests.
 # make test-gpu: what only a machine with a GPU can test.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 # A run that shows learning within minutes on a laptop. Options in ARGS come later and win; a task of your own
 # (--env-id) is trained with the script's defaults instead.
-LAPTOP := --env-id LunarLanderContinuous-v3 --total-timesteps 100000 --hidden-dim 128 --batch-size 128 --eval-every 5000
+LAPTOP := --env-id HalfCheetah-v4 --total-timesteps 50000 --hidden-dim 128 --batch-size 128 --eval-every 5000
 
 # These networks gain little from threads, and lose much where other programs want the cores too.
 export OMP_NUM_THREADS ?= 1

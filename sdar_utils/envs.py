@@ -93,12 +93,21 @@ class OnlyFinite(gym.Wrapper):
         return obs, float(reward), *rest
 
 
+def follow_the_body(env: gym.Env) -> None:
+    """MuJoCo's walkers have a camera that moves with them; gymnasium 1.4 leaves it aside and films an empty floor."""
+    renderer, model = (getattr(env.unwrapped, name, None) for name in ("mujoco_renderer", "model"))
+    cameras = [] if renderer is None else [model.camera(i).name for i in range(model.ncam)]
+    if "track" in cameras:
+        renderer.camera_id = cameras.index("track")
+
+
 def make_filmed_env(env_id: str, option: str) -> gym.Env:
     """The task with pictures; fails if there are none. `option` is what asks for them."""
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         os.environ.setdefault("MUJOCO_GL", "egl")  # counts until MuJoCo is imported
     try:
         env = make_env(env_id, "rgb_array")
+        follow_the_body(env)
         env.reset(seed=0)
         if np.ndim(env.render()) != 3:
             raise ValueError("render() does not return a picture")

@@ -5,12 +5,13 @@ import subprocess
 import sys
 
 import gymnasium as gym
+import mujoco
 import numpy as np
 import pytest
 
 import sac_continuous_action as sac
 from sdar_utils import NotFinite
-from sdar_utils.envs import derived_seed, dimension_names, make_env
+from sdar_utils.envs import derived_seed, dimension_names, follow_the_body, make_env
 from tests.conftest import ROOT, TINY, command, train
 
 PAPER_TASKS = {  # id: (observation size, |A|)
@@ -212,3 +213,27 @@ def test_spaces_are_left_alone_where_they_fit():
         env = env.env
     assert names[:2] == ["RecordEpisodeStatistics", "OnlyFinite"]
     assert not {"RescaleAction", "TransformAction", "FlattenObservation", "DtypeObservation"} & set(names)
+
+
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v4", "Hopper-v4", "Humanoid-v4", "Ant-v4", "Walker2d-v4"])
+def test_the_camera_goes_where_the_body_goes(env_id):
+    env = make_env(env_id, "rgb_array")
+    follow_the_body(env)
+    env.reset(seed=0)
+    model, data = env.unwrapped.model, env.unwrapped.data
+    chosen = env.unwrapped.mujoco_renderer.camera_id
+    assert chosen >= 0  # -1 is gymnasium's own, which stays where it is
+    camera = data.cam_xpos[chosen]  # a view
+    before = camera.copy()
+    data.qpos[0] += 5
+    mujoco.mj_forward(model, data)
+    np.testing.assert_allclose(camera - before, [5, 0, 0], atol=1e-9)
+
+
+@pytest.mark.parametrize("env_id", ["Reacher-v4", "Pendulum-v1"])
+def test_a_task_without_such_a_camera_keeps_its_view(env_id):
+    env = make_env(env_id, "rgb_array")
+    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+    before = renderer and renderer.camera_id
+    follow_the_body(env)
+    assert before == (renderer and renderer.camera_id)
