@@ -87,6 +87,10 @@ class Args(RunArgs):
     those that act"""
     target_action_entropy: float = -1.0
     """π's target entropy in nats for each of these dimensions"""
+    initial_act_probability: float = 0.5
+    """β's probability of acting in each dimension before it has learned anything"""
+    initial_alpha_selection: float = 1.0
+    """the temperature α_β before the first update: how soon β is drawn to its prior"""
     entropy_in_target: bool = False
     """add both policies' entropy bonuses to the critics' target; Eq. 6 has none"""
 
@@ -104,7 +108,8 @@ def check_args(args: Args) -> None:
             f"--num-selection-samples {args.num_selection_samples} is too few: 1 at least, 2 with the leave-one-out "
             "baseline (--no-selection-baseline turns it off)"
         )
-    require(args, "in (0, 1)", lambda value: 0 < value < 1, "act_prior")
+    require(args, "in (0, 1)", lambda value: 0 < value < 1, "act_prior", "initial_act_probability")
+    require(args, "above 0", lambda value: value > 0, "initial_alpha_selection")
 
 
 # Networks.
@@ -277,8 +282,10 @@ class Agent(nn.Module):
             self.policy = ActionPolicy(obs_dim, act_dim, 2 * act_dim, args.hidden_dim)
             self.q1 = Critic(obs_dim, act_dim, 1, args.hidden_dim)
             self.q2 = Critic(obs_dim, act_dim, 1, args.hidden_dim)
-            self.log_alpha_selection = nn.Parameter(torch.zeros(()))
+            self.log_alpha_selection = nn.Parameter(torch.full((), math.log(args.initial_alpha_selection)))
             self.log_alpha_action = nn.Parameter(torch.zeros(()))
+        with torch.no_grad():
+            self.selection.fc3.bias += math.log(args.initial_act_probability / (1 - args.initial_act_probability))
         self.q1_target = copy.deepcopy(self.q1).requires_grad_(False)
         self.q2_target = copy.deepcopy(self.q2).requires_grad_(False)
         self.critic_parameters = [*self.q1.parameters(), *self.q2.parameters()]

@@ -382,6 +382,19 @@ def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entrop
     assert metrics["repetition/act_probability"].tolist() == pytest.approx([expected] * agent.bits, abs=0.02)
 
 
+@pytest.mark.parametrize("selection", ["decoupled", "joint"])
+@pytest.mark.parametrize("probability", [0.5, 0.9])
+def test_beta_begins_where_it_is_told_to(probability, selection):
+    agent = make_agent(
+        initial_act_probability=probability, initial_alpha_selection=0.1, selection=selection, hidden_dim=64
+    )
+    with torch.no_grad():
+        act = torch.sigmoid(agent.selection(torch.randn(500, OBS), torch.rand(500, ACT) * 2 - 1))
+    assert act.mean(0).tolist() == pytest.approx([probability] * agent.bits, abs=0.06)  # a random network's scatter
+    assert agent.alpha_selection.item() == pytest.approx(0.1)
+    assert agent.alpha_action.item() == 1
+
+
 def test_undecided_is_the_share_of_bits_between_a_quarter_and_three():
     agent, batch = make_agent(), make_batch(batch=300)
     agent.selection.fc3.weight.data.mul_(20)
@@ -640,8 +653,10 @@ def test_bad_options_are_refused():
     with pytest.raises(SystemExit, match="num-selection-samples"):
         sdar.check_args(sdar.Args(num_selection_samples=1))
     sdar.check_args(sdar.Args(num_selection_samples=1, selection_baseline=False))
-    for act_prior in (0.0, 1.0):
-        with pytest.raises(SystemExit, match=r"--act-prior must be in \(0, 1\)"):
-            sdar.check_args(sdar.Args(act_prior=act_prior))
+    for name, probability in itertools.product(("act_prior", "initial_act_probability"), (0.0, 1.0)):
+        with pytest.raises(SystemExit, match=rf"--{name.replace('_', '-')} must be in \(0, 1\)"):
+            sdar.check_args(sdar.Args(**{name: probability}))
+    with pytest.raises(SystemExit, match="--initial-alpha-selection must be above 0"):
+        sdar.check_args(sdar.Args(initial_alpha_selection=0.0))
     with pytest.raises(SystemExit, match="policy-frequency"):
         sdar.check_args(dataclasses.replace(sdar.Args(), policy_frequency=0))
