@@ -105,7 +105,7 @@ done <<<"$SETTINGS"
 # SDAR to the paper's letter, and with more persistence where the letter finds nothing.
 declare -A SDAR=(
     [letter]=""
-    [persistent]="--act-prior 0.2 --action-entropy acting --target-action-entropy -0.5 --warmup-repeats one")
+    [persistent]="--act-prior 0.2 --action-entropy acting --target-action-entropy -0.5 --warmup-repeats one --initial-act-probability 0.5 --initial-alpha-selection 1")
 
 # TAAC's authors have settings for families of tasks; "other" are the script's defaults.
 declare -A TAAC=(

@@ -87,10 +87,10 @@ class Args(RunArgs):
     those that act"""
     target_action_entropy: float = -1.0
     """π's target entropy in nats for each of these dimensions"""
-    initial_act_probability: float = 0.5
-    """β's probability of acting in each dimension before it has learned anything"""
-    initial_alpha_selection: float = 1.0
-    """the temperature α_β before the first update: how soon β is drawn to its prior"""
+    initial_act_probability: float = 0.9
+    """β's probability of acting in each dimension before it has learned anything; an ordinary network starts near 0.5"""
+    initial_alpha_selection: float = 0.1
+    """α_β before the first update; 1, as α_π has, draws β to its prior before the critics know anything"""
     entropy_in_target: bool = False
     """add both policies' entropy bonuses to the critics' target; Eq. 6 has none"""
 

@@ -50,9 +50,9 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in snippets.splitlines() if "$" not in line]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "results.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "history.md"], ids=lambda page: page.name)
 def test_programs_take_what_the_pages_say(page):
-    """results.md is left out: its commands are those of the commits that it names."""
+    """history.md is left out: its commands are those of the commits that it names."""
     programs = {f"{script}.py": load(script).Args for script in SCRIPTS}
     programs |= {"evaluate.py": evaluate.Args, "report.py": report.Args, "speed.py": speed.Command}
     for words in commands(page):

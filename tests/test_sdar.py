@@ -396,7 +396,7 @@ def test_beta_begins_where_it_is_told_to(probability, selection):
 
 
 def test_undecided_is_the_share_of_bits_between_a_quarter_and_three():
-    agent, batch = make_agent(), make_batch(batch=300)
+    agent, batch = make_agent(initial_act_probability=0.5), make_batch(batch=300)
     agent.selection.fc3.weight.data.mul_(20)
     _, metrics = agent.selection_loss(batch)
     shares = []
@@ -415,8 +415,10 @@ def test_selection_temperature_moves_the_right_way(bias, grows):
     with torch.no_grad():
         agent.selection.fc3.weight.zero_()
         agent.selection.fc3.bias.fill_(bias)
+    before = agent.log_alpha_selection.item()
     agent.update(make_batch(), step=2)
-    assert (agent.log_alpha_selection.item() > 0) == grows
+    assert agent.log_alpha_selection.item() != before
+    assert (agent.log_alpha_selection.item() > before) == grows
 
 
 @pytest.mark.parametrize(("log_std", "grows"), [(10.0, False), (-10.0, True)])
