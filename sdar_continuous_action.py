@@ -11,7 +11,7 @@ Equation numbers in the docstrings are the paper's. Details, metrics and results
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,6 +60,9 @@ class Args(RunArgs):
     """learning rate of the two temperatures"""
     policy_frequency: int = 2
     """update the policies every so many steps"""
+    n_step: int = 1
+    """critics' targets sum the rewards of so many steps as they were played before they bootstrap; Eq. 6 has 1. The
+    more a policy repeats, the nearer what was played is to what it would do"""
     compensate_policy_delay: bool = True
     """update π and the temperatures policy_frequency times each time, and the targets at every step; off, each is
     updated once per policy update, which is Algorithm 1 to the letter"""
@@ -88,7 +91,7 @@ class Args(RunArgs):
     target_action_entropy: float = -1.0
     """π's target entropy in nats for each of these dimensions"""
     initial_act_probability: float = 0.9
-    """β's probability of acting in each dimension before it has learned anything; an ordinary network starts near 0.5"""
+    """β's probability of acting in each dimension before it has learned anything; by itself a network is near 0.5"""
     initial_alpha_selection: float = 0.1
     """α_β before the first update; 1, as α_π has, draws β to its prior before the critics know anything"""
     entropy_in_target: bool = False
@@ -102,7 +105,9 @@ SCHEMAS_AT_ONCE = 64  # the exact objective evaluates this many schemas in one p
 
 def check_args(args: Args) -> None:
     check_run_args(args)
-    require(args, "at least 1", lambda value: value >= 1, "policy_frequency")
+    require(args, "at least 1", lambda value: value >= 1, "policy_frequency", "n_step")
+    enough = f"at least {args.n_step - 1}, so that a row of {args.n_step} steps is there,"
+    require(args, enough, lambda value: value >= args.n_step - 1, "learning_starts")
     if args.num_selection_samples < 1 + args.selection_baseline:
         fail(
             f"--num-selection-samples {args.num_selection_samples} is too few: 1 at least, 2 with the leave-one-out "
@@ -222,9 +227,9 @@ def all_schemas(bits: int, device: torch.device | None = None) -> Tensor:
 # Losses.
 
 
-def bellman_target(rewards: Tensor, terminated: Tensor, next_values: Tensor, gamma: float) -> Tensor:
-    """𝒯Q of Eq. 6. A time limit does not count as terminated: the target bootstraps through it."""
-    return rewards + gamma * (1 - terminated) * next_values
+def bellman_target(rewards: Tensor, discounts: Tensor, terminated: Tensor, next_values: Tensor) -> Tensor:
+    """𝒯Q of Eq. 6, or of n steps. A time limit does not count as terminated: the target bootstraps through it."""
+    return rewards + discounts * (1 - terminated) * next_values
 
 
 def action_objective(values: Tensor, log_prob: Tensor, alpha_action: Tensor) -> Tensor:
@@ -356,17 +361,17 @@ class Agent(nn.Module):
     def critic_loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         """Eq. 6: both critics against the clipped double-Q target under β and π."""
         with torch.no_grad():
-            next_obs, actions = batch["next_obs"], batch["actions"]
-            selection_logits = self.selection(next_obs, actions)
+            next_obs, last_actions = batch["next_obs"], batch["last_actions"]
+            selection_logits = self.selection(next_obs, last_actions)
             act_mask = sample_act_mask(selection_logits)
-            next_actions, log_prob = act_given_mask(self.policy, next_obs, actions, act_mask)
+            next_actions, log_prob = act_given_mask(self.policy, next_obs, last_actions, act_mask)
             next_values = torch.minimum(self.q1_target(next_obs, next_actions), self.q2_target(next_obs, next_actions))
             if self.args.entropy_in_target:
                 next_values = action_objective(next_values, self.joint_log_prob(log_prob, act_mask), self.alpha_action)
                 log_beta = selection_log_prob(selection_logits, act_mask)
                 log_beta = log_beta - prior_log_odds(act_mask, self.args.act_prior)
                 next_values = next_values - self.alpha_selection * log_beta
-            target = bellman_target(batch["rewards"], batch["terminated"], next_values, self.args.gamma)
+            target = bellman_target(batch["rewards"], batch["discounts"], batch["terminated"], next_values)
         q1, q2 = self.q1(batch["obs"], batch["actions"]), self.q2(batch["obs"], batch["actions"])
         q1_loss, q2_loss = F.mse_loss(q1, target), F.mse_loss(q2, target)
         metrics = {
@@ -461,6 +466,18 @@ class Agent(nn.Module):
         return self.log_alpha_action.detach().exp()
 
 
+def n_step_rows(played: list[dict], next_obs: np.ndarray, terminated: bool, ended: bool, args: Args) -> Iterator[dict]:
+    """Takes off the steps played what is complete: the oldest step if there are n, all of them if the episode ended.
+
+    A row has Σ γ^i·r_i over the m ≤ n steps from its own on, γ^m, and the state and last action to go on from.
+    """
+    while played and (ended or len(played) == args.n_step):
+        ahead = {"next_obs": next_obs, "last_actions": played[-1]["actions"], "terminated": terminated}
+        ahead["rewards"] = sum(args.gamma**i * step["rewards"] for i, step in enumerate(played))
+        ahead["discounts"] = args.gamma ** len(played)
+        yield played.pop(0) | ahead
+
+
 def train(args: Args) -> Path:
     """Algorithm 1. Returns the run directory."""
     check_args(args)
@@ -472,15 +489,17 @@ def train(args: Args) -> Path:
         "obs": (obs_dim,),
         "prev_actions": (act_dim,),
         "actions": (act_dim,),
-        "rewards": (),
+        "rewards": (),  # of the steps up to next_obs, discounted
+        "discounts": (),  # γ to the power of their number
         "next_obs": (obs_dim,),
+        "last_actions": (act_dim,),  # what was played before next_obs: with one step, actions
         "terminated": (),
         "first": (),  # a⁻ does not exist, prev_actions is zero
     }
     buffer = ReplayBuffer(min(args.buffer_size, args.total_timesteps), fields, device, args.buffer_device)
 
     with Run(__file__, args, agent, {"replay": buffer}, device) as run:
-        (obs, _), prev_action = env.reset(seed=run.episode_seed()), None
+        (obs, _), prev_action, played = env.reset(seed=run.episode_seed()), None, []
         for step in run.steps():
             if step <= args.learning_starts:
                 if prev_action is None:
@@ -489,15 +508,11 @@ def train(args: Args) -> Path:
             else:
                 action, _ = agent.act(obs, prev_action, noise)
             next_obs, reward, terminated, truncated, info = env.step(action)
-            buffer.add(
-                obs=obs,
-                prev_actions=np.zeros_like(action) if prev_action is None else prev_action,
-                actions=action,
-                rewards=reward,
-                next_obs=next_obs,
-                terminated=terminated,
-                first=prev_action is None,
-            )
+            first = prev_action is None
+            previous = np.zeros_like(action) if first else prev_action
+            played.append({"obs": obs, "prev_actions": previous, "actions": action, "rewards": reward, "first": first})
+            for row in n_step_rows(played, next_obs, terminated, terminated or truncated, args):
+                buffer.add(**row)
             obs, prev_action = next_obs, action
             if step > args.learning_starts:
                 run.record(agent.update(buffer.sample(args.batch_size), step))

@@ -45,7 +45,7 @@ def make_batches(variant: str, device: torch.device, seed: int = 0) -> list[dict
     batches = []
     for size in sizes:
         shape = (size * BATCH, 3) if script.startswith("taac") else (size * BATCH,)
-        widths = {"obs": OBS, "next_obs": OBS, "actions": ACT, "prev_actions": ACT}
+        widths = {"obs": OBS, "next_obs": OBS, "actions": ACT, "prev_actions": ACT, "last_actions": ACT}
         batch = {name: torch.rand(*shape, width, generator=g) * 2 - 1 for name, width in widths.items()}
         batch |= {name: torch.randn(shape, generator=g) for name in ("rewards", "discounts")}
         batch |= {name: (torch.rand(shape, generator=g) < 0.3).float() for name in ("terminated", "first", "act_mask")}

@@ -53,7 +53,7 @@ def make_agent(variant: str, device: torch.device):
 def make_batch(variant: str, device: torch.device) -> dict[str, torch.Tensor]:
     """A row of everything that any of the scripts stores; TAAC's are sequences."""
     shape = (BATCH, 3) if VARIANTS[variant][0].startswith("taac") else (BATCH,)
-    widths = {"obs": OBS, "next_obs": OBS, "actions": ACT, "prev_actions": ACT}
+    widths = {"obs": OBS, "next_obs": OBS, "actions": ACT, "prev_actions": ACT, "last_actions": ACT}
     scalars = ("rewards", "terminated", "first", "discounts", "lengths", "act_mask")
     batch = {name: torch.ones(*shape, width, device=device) for name, width in widths.items()}
     return batch | {name: torch.ones(shape, device=device) for name in scalars}

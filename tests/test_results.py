@@ -10,7 +10,9 @@ import tyro
 import report
 from tests.conftest import ROOT
 
-PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("results.md", "history.md", "persistence.md", "baselines.md")}
+PAGES = {
+    name: (ROOT / "docs" / name).read_text() for name in ("results.md", "history.md", "persistence.md", "baselines.md")
+}
 MARKED = r"<!-- (\S+) of (.+?) -->\n\n(.*?)\n\n"
 TABLES = [table for page in PAGES.values() for table in re.findall(MARKED, page, re.S)]
 

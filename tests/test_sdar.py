@@ -39,7 +39,9 @@ def make_batch(seed=0, obs_dim=OBS, act_dim=ACT, batch=BATCH, dtype=torch.float3
         "prev_actions": (torch.rand(batch, act_dim, generator=g) * 2 - 1) * (1 - first[:, None]),
         "actions": torch.rand(batch, act_dim, generator=g) * 2 - 1,
         "rewards": torch.randn(batch, generator=g),
+        "discounts": 0.99 ** torch.randint(1, 4, (batch,), generator=g),
         "next_obs": torch.randn(batch, obs_dim, generator=g),
+        "last_actions": torch.rand(batch, act_dim, generator=g) * 2 - 1,
         "terminated": (torch.arange(batch) % 2).float(),
         "first": first,
     }
@@ -256,7 +258,7 @@ def test_sampled_selection_loss_estimates_the_exact_one(no_noise):
 
 def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0, act_prior=0.5):
     """Eq. 6 with β replaced by its mode."""
-    obs, prev = batch["next_obs"][i].numpy(), batch["actions"][i].numpy()
+    obs, prev = batch["next_obs"][i].numpy(), batch["last_actions"][i].numpy()
     p = sigmoid(mlp(agent.selection, obs, prev))
     b = p > 0.5
     mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
@@ -265,7 +267,7 @@ def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0
     log_beta = np.log(np.where(b, p, 1 - p)).sum() - math.log(prior_by_hand(b, act_prior)) - ACT * math.log(2)
     counted = np.ones(ACT, bool) if agent.args.action_entropy == "all" else b
     bonus = -alpha_action * log_density(candidate, mean, std)[counted].sum() - alpha_selection * log_beta
-    return batch["rewards"][i].item() + 0.99 * (1 - batch["terminated"][i].item()) * (q + bonus)
+    return batch["rewards"][i].item() + batch["discounts"][i].item() * (1 - batch["terminated"][i].item()) * (q + bonus)
 
 
 @pytest.mark.parametrize("action_entropy", ["all", "acting"])
@@ -602,14 +604,19 @@ def test_an_episode_of_the_warm_up_lets_none_one_or_all_repeat():
     assert ((drawn.float().mean(0) - 0.2).abs() < 5 * math.sqrt(0.2 * 0.8 / 2000)).all()
 
 
-@pytest.mark.parametrize("repeats", ["none", "one", "all"])
-def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
-    """Within an episode the same ones; no number is drawn twice by chance."""
+def stored_rows(directory, **options):
+    """What training on episodes of 50 steps puts into the replay buffer."""
     rows, add = [], sdar.ReplayBuffer.add
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdar.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
-        options = {"total_timesteps": 405, "learning_starts": 400, "warmup_repeats": repeats, "act_prior": 0.3}
-        train(sdar, tmp_path, env_id="tests.tasks:HoldAndTrack-v0", **options)
+        train(sdar, directory, env_id="tests.tasks:HoldAndTrack-v0", **options)
+    return rows
+
+
+@pytest.mark.parametrize("repeats", ["none", "one", "all"])
+def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
+    """Within an episode the same ones; no number is drawn twice by chance."""
+    rows = stored_rows(tmp_path, total_timesteps=405, learning_starts=400, warmup_repeats=repeats, act_prior=0.3)
     firsts = [i for i, row in enumerate(rows[:400]) if row["first"]]
     assert firsts == list(range(0, 400, 50))
     held = {
@@ -617,6 +624,45 @@ def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
     }
     one = {(True, False), (False, True)}
     assert held == {"none": {(False, False)}, "one": one, "all": {(True, True)}}[repeats]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("n", [1, 3, 9])
+def test_rows_of_n_steps_are_made_of_single_ones(n, ends):
+    """Each step of an episode of seven leaves one row, in order; after the end nothing is left."""
+    rng = np.random.default_rng(0)
+    args, length = sdar.Args(n_step=n, gamma=0.9), 7
+    states, actions, rewards = rng.normal(size=(length + 1, 3)), rng.normal(size=(length, 2)), rng.normal(size=length)
+    played, rows = [], []
+    for t in range(length):
+        played.append({"obs": states[t], "actions": actions[t], "rewards": rewards[t], "first": t == 0})
+        last = t == length - 1
+        rows += sdar.n_step_rows(played, states[t + 1], last and ends, last, args)
+    assert not played
+    for t, row in enumerate(rows):
+        m = min(n, length - t)
+        np.testing.assert_array_equal(row["obs"], states[t])
+        np.testing.assert_array_equal(row["actions"], actions[t])
+        np.testing.assert_array_equal(row["next_obs"], states[t + m])
+        np.testing.assert_array_equal(row["last_actions"], actions[t + m - 1])
+        assert row["rewards"] == pytest.approx(np.polynomial.polynomial.polyval(0.9, rewards[t : t + m]))
+        assert row["discounts"] == pytest.approx(0.9**m)
+        assert row["terminated"] == (ends and t + m == length)
+        assert row["first"] == (t == 0)
+    assert len(rows) == length
+
+
+def test_training_fills_the_buffer_with_rows_of_n_steps(tmp_path):
+    """The same episodes with n = 1 and n = 3, two of 50 steps and a begun one."""
+    options = {"total_timesteps": 110, "learning_starts": 110}
+    stored = {n: stored_rows(tmp_path / str(n), n_step=n, **options) for n in (1, 3)}
+    assert len(stored[3]) == len(stored[1]) - 2 == 108  # the last two wait for steps that never come
+    for t, row in enumerate(stored[3]):
+        m = min(3, 50 - t % 50)
+        np.testing.assert_array_equal(row["obs"], stored[1][t]["obs"])
+        np.testing.assert_array_equal(row["next_obs"], stored[1][t + m - 1]["next_obs"])
+        np.testing.assert_array_equal(row["last_actions"], stored[1][t + m - 1]["actions"])
+        assert row["rewards"] == pytest.approx(sum(0.99**i * stored[1][t + i]["rewards"] for i in range(m)))
 
 
 def test_stochastic_bits_have_their_probability_and_greedy_ones_the_likelier_value():
@@ -658,6 +704,10 @@ def test_bad_options_are_refused():
     for name, probability in itertools.product(("act_prior", "initial_act_probability"), (0.0, 1.0)):
         with pytest.raises(SystemExit, match=rf"--{name.replace('_', '-')} must be in \(0, 1\)"):
             sdar.check_args(sdar.Args(**{name: probability}))
+    with pytest.raises(SystemExit, match="--n-step must be at least 1"):
+        sdar.check_args(sdar.Args(n_step=0))
+    with pytest.raises(SystemExit, match="--learning-starts must be at least 3, so that a row of 4 steps is there"):
+        sdar.check_args(sdar.Args(n_step=4, learning_starts=2))
     with pytest.raises(SystemExit, match="--initial-alpha-selection must be above 0"):
         sdar.check_args(sdar.Args(initial_alpha_selection=0.0))
     with pytest.raises(SystemExit, match="policy-frequency"):
