@@ -40,7 +40,7 @@ Where and how:
   --dry-run             print the commands, start nothing and check nothing but the options
   --settings            print the settings that depend on the task
 
-Each of the paper's tasks has settings of its own (steps, N-Rep's n, TempoRL's and UTE's J, SDAR's λ and objective,
+Each of the paper's tasks has settings of its own (steps, N-Rep's n, TempoRL's and UTE's J, SDAR's λ and family,
 TAAC's family); --extra-args win over them. Other tasks are trained with the scripts' defaults, and the sweep says so.
 
 On the CPU, new runs are compiled (--compile) if there is a C++ compiler, except with --quick, whose runs are too short
@@ -63,11 +63,11 @@ fail() {
 
 print_settings() { # as Markdown, from the tables below
     local family
-    echo "| task | steps | N-Rep: n | TempoRL: J | UTE: J | SDAR: λ | SDAR: objective | TAAC: family |"
+    echo "| task | steps | N-Rep: n | TempoRL: J | UTE: J | SDAR: λ | SDAR: family | TAAC: family |"
     echo "|---|--:|--:|--:|--:|--:|---|---|"
     sed 's/ / | /g; s/.*/| & |/' <<<"$SETTINGS"
     echo
-    echo "| SDAR's objective | options |"
+    echo "| SDAR's family | options |"
     echo "|---|---|"
     echo "| persistent | \`${SDAR[persistent]}\` |"
     echo
@@ -83,29 +83,29 @@ ALGOS=sdar,sac,nrep,taac,temporl,ute
 declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nrep]=nrep_sac
     [taac]=taac_continuous_action [temporl]=temporl_continuous_action [ute]=ute_continuous_action)
 
-# The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ and objective of SDAR,
-# and TAAC's family.
+# The settings that depend on the task: steps, n of N-Rep, J of TempoRL and UTE, λ and family of SDAR, and
+# TAAC's family.
 SETTINGS="MountainCarContinuous-v0 100000 4 20 20 0.5 persistent simple-control
-LunarLanderContinuous-v3 300000 4 10 4 0.5 letter simple-control
-BipedalWalker-v3 600000 4 20 20 0.5 letter terrain
-HalfCheetah-v4 3000000 2 20 20 0.5 letter locomotion
-Humanoid-v4 3000000 4 20 20 0.5 letter locomotion
-Walker2d-v4 1500000 4 20 20 0.5 letter locomotion
-Hopper-v4 1000000 4 20 20 0.5 letter locomotion
-Ant-v4 3000000 2 20 20 0.5 letter locomotion
-FetchReach-v4 100000 2 20 20 0.5 letter manipulation
-Pusher-v5 500000 4 20 20 0.5 letter other
-Reacher-v4 100000 2 20 20 0.5 letter other"
-declare -A BUDGET REPEAT TEMPORL_SKIP UTE_SKIP ENTROPY_SCALE OBJECTIVE FAMILY
-while read -r task budget repeat temporl_skip ute_skip entropy_scale objective family; do
+LunarLanderContinuous-v3 300000 4 10 4 0.5 persistent simple-control
+BipedalWalker-v3 600000 4 20 20 0.5 agile terrain
+HalfCheetah-v4 3000000 2 20 20 0.5 agile locomotion
+Humanoid-v4 3000000 4 20 20 0.5 agile locomotion
+Walker2d-v4 1500000 4 20 20 0.5 agile locomotion
+Hopper-v4 1000000 4 20 20 0.5 agile locomotion
+Ant-v4 3000000 2 20 20 0.5 agile locomotion
+FetchReach-v4 100000 2 20 20 0.5 agile manipulation
+Pusher-v5 500000 4 20 20 0.5 agile other
+Reacher-v4 100000 2 20 20 0.5 agile other"
+declare -A BUDGET REPEAT TEMPORL_SKIP UTE_SKIP ENTROPY_SCALE SDAR_FAMILY FAMILY
+while read -r task budget repeat temporl_skip ute_skip entropy_scale sdar_family family; do
     BUDGET[$task]=$budget REPEAT[$task]=$repeat TEMPORL_SKIP[$task]=$temporl_skip UTE_SKIP[$task]=$ute_skip
-    ENTROPY_SCALE[$task]=$entropy_scale OBJECTIVE[$task]=$objective FAMILY[$task]=$family
+    ENTROPY_SCALE[$task]=$entropy_scale SDAR_FAMILY[$task]=$sdar_family FAMILY[$task]=$family
 done <<<"$SETTINGS"
 
-# SDAR to the paper's letter, and with more persistence where the letter finds nothing.
+# SDAR's defaults act quickly; in simple control, whose rewards come late, more persistence learns sooner.
 declare -A SDAR=(
-    [letter]=""
-    [persistent]="--act-prior 0.2 --action-entropy acting --target-action-entropy -0.5 --warmup-repeats one --initial-act-probability 0.5 --initial-alpha-selection 1")
+    [agile]=""
+    [persistent]="--act-prior 0.2 --action-entropy acting --target-action-entropy -0.5 --n-step 4 --warmup-repeats one --initial-act-probability 0.5 --initial-alpha-selection 1")
 
 # TAAC's authors have settings for families of tasks; "other" are the script's defaults.
 declare -A TAAC=(
@@ -296,7 +296,7 @@ make_settings() { # ALGO TASK STEPS: the options that the task asks for, in $set
     [[ -n $family ]] || return 0
     case $1 in
         sdar)
-            read -ra settings <<<"${SDAR[${OBJECTIVE[$2]}]}"
+            read -ra settings <<<"${SDAR[${SDAR_FAMILY[$2]}]}"
             settings+=(--selection-entropy-scale "${ENTROPY_SCALE[$2]}") ;;
         nrep) settings=(--repeat "${REPEAT[$2]}") ;;
         temporl) settings=(--max-skip "${TEMPORL_SKIP[$2]}") ;;
