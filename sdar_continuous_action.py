@@ -6,7 +6,7 @@ action or to act anew; an action policy π then fills in the dimensions that act
 Nie, Fu and Gao, "Select before Act: Spatially Decoupled Action Repetition for Continuous Control", ICLR 2025.
 Equation numbers in the docstrings are the paper's. Details, metrics and results: docs/sdar.md.
 
-    python sdar_continuous_action.py --env-id LunarLanderContinuous-v3 --total-timesteps 100000
+    python sdar_continuous_action.py --env-id HalfCheetah-v4 --total-timesteps 50000
 """
 
 import copy
@@ -61,8 +61,7 @@ class Args(RunArgs):
     policy_frequency: int = 2
     """update the policies every so many steps"""
     n_step: int = 1
-    """critics' targets sum the rewards of so many steps as they were played before they bootstrap; Eq. 6 has 1. The
-    more a policy repeats, the nearer what was played is to what it would do"""
+    """over how many steps, as they were played, the critics' targets sum rewards before they bootstrap (Eq. 6: 1)"""
     compensate_policy_delay: bool = True
     """update π and the temperatures policy_frequency times each time, and the targets at every step; off, each is
     updated once per policy update, which is Algorithm 1 to the letter"""
@@ -106,8 +105,8 @@ SCHEMAS_AT_ONCE = 64  # the exact objective evaluates this many schemas in one p
 def check_args(args: Args) -> None:
     check_run_args(args)
     require(args, "at least 1", lambda value: value >= 1, "policy_frequency", "n_step")
-    enough = f"at least {args.n_step - 1}, so that a row of {args.n_step} steps is there,"
-    require(args, enough, lambda value: value >= args.n_step - 1, "learning_starts")
+    first_row = f"at least {args.n_step - 1} with --n-step {args.n_step}"
+    require(args, first_row, lambda value: value >= args.n_step - 1, "learning_starts")
     if args.num_selection_samples < 1 + args.selection_baseline:
         fail(
             f"--num-selection-samples {args.num_selection_samples} is too few: 1 at least, 2 with the leave-one-out "

@@ -85,7 +85,7 @@ TARGET_ENTROPY_SELECTION = -0.95 * math.log(0.95) - 0.05 * math.log(0.05)
 
 def check_args(args: Args) -> None:
     check_run_args(args)
-    require(args, "at least 2, which gives one-step targets,", lambda value: value >= 2, "td_length")
+    require(args, "at least 2, which gives one-step targets", lambda value: value >= 2, "td_length")
     positive = ("learning_rate", "initial_std", "reward_clip")
     require(args, "finite and above 0", lambda value: 0 < value < math.inf, *positive)
     require(args, "in (0, 1]", lambda value: 0 < value <= 1, "action_min_prob")

@@ -706,7 +706,7 @@ def test_bad_options_are_refused():
             sdar.check_args(sdar.Args(**{name: probability}))
     with pytest.raises(SystemExit, match="--n-step must be at least 1"):
         sdar.check_args(sdar.Args(n_step=0))
-    with pytest.raises(SystemExit, match="--learning-starts must be at least 3, so that a row of 4 steps is there"):
+    with pytest.raises(SystemExit, match="--learning-starts must be at least 3 with --n-step 4, not 2"):
         sdar.check_args(sdar.Args(n_step=4, learning_starts=2))
     with pytest.raises(SystemExit, match="--initial-alpha-selection must be above 0"):
         sdar.check_args(sdar.Args(initial_alpha_selection=0.0))
