@@ -38,7 +38,9 @@ MORE_THAN_A_BATCH = ROWS // 2 + 1  # episodes of each mode
 
 
 def make_run(script, directory: Path, env_id: str = TASK, **values) -> Path:
-    """A run directory with an untrained agent."""
+    """A run directory with an untrained agent, which sometimes repeats if it can."""
+    if script is sdar:
+        values = {"initial_act_probability": 0.5, **values}
     args, env = script.Args(env_id=env_id, **{**TINY, **values}), make_env(env_id)
     (obs_dim,), (act_dim,) = env.observation_space.shape, env.action_space.shape
     torch.manual_seed(0)
