@@ -136,7 +136,7 @@ def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
     return values - alpha * log_prob
 
 
-def bellman_target(rewards: Tensor, discounts: Tensor | float, terminated: Tensor, next_values: Tensor) -> Tensor:
+def bellman_target(rewards: Tensor, discounts: Tensor, terminated: Tensor, next_values: Tensor) -> Tensor:
     """The critics' target. A time limit does not count as terminated: the target bootstraps through it."""
     return rewards + discounts * (1 - terminated) * next_values
 

@@ -9,6 +9,7 @@ Stochastic Actor", ICML 2018; the temperature is from Haarnoja et al., "Soft Act
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,9 @@ class Args(RunArgs):
     """update the actor every so many steps, then so many times"""
     target_network_frequency: int = 1
     """move the target networks every so many steps"""
+    n_step: int = 1
+    """over how many steps, as they were played, the critics' targets sum rewards before they bootstrap; the entropy
+    bonus is that of the state they bootstrap from"""
     alpha: float = 0.2
     """the temperature when it is not tuned"""
     autotune: bool = True
@@ -63,7 +67,9 @@ class Args(RunArgs):
 
 def check_args(args: Args) -> None:
     check_run_args(args)
-    require(args, "at least 1", lambda value: value >= 1, "policy_frequency", "target_network_frequency")
+    require(args, "at least 1", lambda value: value >= 1, "policy_frequency", "target_network_frequency", "n_step")
+    first_row = f"at least {args.n_step - 1} with --n-step {args.n_step}"
+    require(args, first_row, lambda value: value >= args.n_step - 1, "learning_starts")
     require(args, "finite and at least 0", lambda value: 0 <= value < math.inf, "policy_lr", "q_lr", "alpha")
 
 
@@ -127,7 +133,7 @@ def soft_value(values: Tensor, log_prob: Tensor, alpha: Tensor) -> Tensor:
     return values - alpha * log_prob
 
 
-def bellman_target(rewards: Tensor, discounts: Tensor | float, terminated: Tensor, next_values: Tensor) -> Tensor:
+def bellman_target(rewards: Tensor, discounts: Tensor, terminated: Tensor, next_values: Tensor) -> Tensor:
     """The critics' target. A time limit does not count as terminated: the target bootstraps through it."""
     return rewards + discounts * (1 - terminated) * next_values
 
@@ -187,7 +193,7 @@ class Agent(nn.Module):
             next_actions, log_prob = sample_actions(self.actor, next_obs)
             next_values = torch.minimum(self.q1_target(next_obs, next_actions), self.q2_target(next_obs, next_actions))
             next_values = soft_value(next_values, log_prob, self.alpha)
-            target = bellman_target(batch["rewards"], self.args.gamma, batch["terminated"], next_values)
+            target = bellman_target(batch["rewards"], batch["discounts"], batch["terminated"], next_values)
         q1, q2 = self.q1(batch["obs"], batch["actions"]), self.q2(batch["obs"], batch["actions"])
         q1_loss, q2_loss = F.mse_loss(q1, target), F.mse_loss(q2, target)
         metrics = {
@@ -227,6 +233,17 @@ class Agent(nn.Module):
         return self.log_alpha.detach().exp() if self.args.autotune else torch.full_like(self.log_alpha, self.args.alpha)
 
 
+def n_step_rows(played: list[dict], next_obs: np.ndarray, terminated: bool, ended: bool, args: Args) -> Iterator[dict]:
+    """Takes off the steps played what is complete: the oldest step if there are n, all of them if the episode ended.
+
+    A row has Σ γ^i·r_i over the m ≤ n steps from its own on, γ^m, and the state to go on from.
+    """
+    while played and (ended or len(played) == args.n_step):
+        ahead = {"next_obs": next_obs, "terminated": terminated, "discounts": args.gamma ** len(played)}
+        ahead["rewards"] = sum(args.gamma**i * step["rewards"] for i, step in enumerate(played))
+        yield played.pop(0) | ahead
+
+
 def train(args: Args) -> Path:
     """Soft actor-critic. Returns the run directory."""
     check_args(args)
@@ -234,18 +251,27 @@ def train(args: Args) -> Path:
     env, noise = make_env(args.env_id), Noise(device)
     (obs_dim,), (act_dim,) = env.observation_space.shape, env.action_space.shape
     agent = Agent(obs_dim, act_dim, args, device)
-    fields = {"obs": (obs_dim,), "actions": (act_dim,), "rewards": (), "next_obs": (obs_dim,), "terminated": ()}
+    fields = {
+        "obs": (obs_dim,),
+        "actions": (act_dim,),
+        "rewards": (),  # of the steps up to next_obs, discounted
+        "discounts": (),  # γ to the power of their number
+        "next_obs": (obs_dim,),
+        "terminated": (),
+    }
     buffer = ReplayBuffer(min(args.buffer_size, args.total_timesteps), fields, device, args.buffer_device)
 
     with Run(__file__, args, agent, {"replay": buffer}, device) as run:
-        obs, _ = env.reset(seed=run.episode_seed())
+        (obs, _), played = env.reset(seed=run.episode_seed()), []
         for step in run.steps():
             if step <= args.learning_starts:
                 action = (torch.rand(act_dim) * 2 - 1).numpy()
             else:
                 action, _ = agent.act(obs, None, noise)
             next_obs, reward, terminated, truncated, info = env.step(action)
-            buffer.add(obs=obs, actions=action, rewards=reward, next_obs=next_obs, terminated=terminated)
+            played.append({"obs": obs, "actions": action, "rewards": reward})
+            for row in n_step_rows(played, next_obs, terminated, terminated or truncated, args):
+                buffer.add(**row)
             obs = next_obs
             if step > args.learning_starts:
                 run.record(agent.update(buffer.sample(args.batch_size), step))

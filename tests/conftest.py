@@ -52,6 +52,15 @@ def train(script: ModuleType, path: Path, **values) -> Path:
     return script.train(script.Args(**{**defaults, **values}))
 
 
+def stored_rows(script: ModuleType, directory: Path, **options) -> list[dict]:
+    """What training on episodes of 50 steps puts into the replay buffer."""
+    rows, add = [], script.ReplayBuffer.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
+        train(script, directory, env_id="tests.tasks:HoldAndTrack-v0", **options)
+    return rows
+
+
 def options(**values) -> list[str]:
     """Keyword arguments as the command line's options."""
     words = []

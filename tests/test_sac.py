@@ -28,6 +28,7 @@ def make_batch(seed=0, dtype=torch.float32, device="cpu"):
         "rewards": torch.randn(BATCH, generator=g),
         "next_obs": torch.randn(BATCH, OBS, generator=g),
         "terminated": (torch.arange(BATCH) % 2).float(),
+        "discounts": 0.99 ** (1 + torch.arange(BATCH) % 3).float(),
     }
     return {name: value.to(device, dtype) for name, value in rows.items()}
 
@@ -63,7 +64,9 @@ def critic_loss(agent, batch, alpha):
     for i in range(BATCH):
         target = rows["rewards"][i]
         if not rows["terminated"][i]:
-            target += 0.99 * soft_value(agent, (agent.q1_target, agent.q2_target), rows["next_obs"][i], alpha)
+            target += rows["discounts"][i] * soft_value(
+                agent, (agent.q1_target, agent.q2_target), rows["next_obs"][i], alpha
+            )
         for q in (agent.q1, agent.q2):
             total += (mlp(q, rows["obs"][i], rows["actions"][i])[0] - target) ** 2 / BATCH
     return total

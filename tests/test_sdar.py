@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import sdar_continuous_action as sdar
 from sdar_utils.noise import EpisodesNoise, Noise
-from tests.conftest import TINY, assert_compiled_equals_eager, train
+from tests.conftest import TINY, assert_compiled_equals_eager, stored_rows
 from tests.reference import gaussian, log_density, mlp, sigmoid, value
 
 OBS, ACT, BATCH = 3, 2, 6
@@ -604,19 +604,10 @@ def test_an_episode_of_the_warm_up_lets_none_one_or_all_repeat():
     assert ((drawn.float().mean(0) - 0.2).abs() < 5 * math.sqrt(0.2 * 0.8 / 2000)).all()
 
 
-def stored_rows(directory, **options):
-    """What training on episodes of 50 steps puts into the replay buffer."""
-    rows, add = [], sdar.ReplayBuffer.add
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sdar.ReplayBuffer, "add", lambda self, **row: rows.append(row) or add(self, **row))
-        train(sdar, directory, env_id="tests.tasks:HoldAndTrack-v0", **options)
-    return rows
-
-
 @pytest.mark.parametrize("repeats", ["none", "one", "all"])
 def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
     """Within an episode the same ones; no number is drawn twice by chance."""
-    rows = stored_rows(tmp_path, total_timesteps=405, learning_starts=400, warmup_repeats=repeats, act_prior=0.3)
+    rows = stored_rows(sdar, tmp_path, total_timesteps=405, learning_starts=400, warmup_repeats=repeats, act_prior=0.3)
     firsts = [i for i, row in enumerate(rows[:400]) if row["first"]]
     assert firsts == list(range(0, 400, 50))
     held = {
@@ -624,45 +615,6 @@ def test_which_dimensions_the_warm_up_repeats(repeats, tmp_path):
     }
     one = {(True, False), (False, True)}
     assert held == {"none": {(False, False)}, "one": one, "all": {(True, True)}}[repeats]
-
-
-@pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize("n", [1, 3, 9])
-def test_rows_of_n_steps_are_made_of_single_ones(n, ends):
-    """Each step of an episode of seven leaves one row, in order; after the end nothing is left."""
-    rng = np.random.default_rng(0)
-    args, length = sdar.Args(n_step=n, gamma=0.9), 7
-    states, actions, rewards = rng.normal(size=(length + 1, 3)), rng.normal(size=(length, 2)), rng.normal(size=length)
-    played, rows = [], []
-    for t in range(length):
-        played.append({"obs": states[t], "actions": actions[t], "rewards": rewards[t], "first": t == 0})
-        last = t == length - 1
-        rows += sdar.n_step_rows(played, states[t + 1], last and ends, last, args)
-    assert not played
-    for t, row in enumerate(rows):
-        m = min(n, length - t)
-        np.testing.assert_array_equal(row["obs"], states[t])
-        np.testing.assert_array_equal(row["actions"], actions[t])
-        np.testing.assert_array_equal(row["next_obs"], states[t + m])
-        np.testing.assert_array_equal(row["last_actions"], actions[t + m - 1])
-        assert row["rewards"] == pytest.approx(np.polynomial.polynomial.polyval(0.9, rewards[t : t + m]))
-        assert row["discounts"] == pytest.approx(0.9**m)
-        assert row["terminated"] == (ends and t + m == length)
-        assert row["first"] == (t == 0)
-    assert len(rows) == length
-
-
-def test_training_fills_the_buffer_with_rows_of_n_steps(tmp_path):
-    """The same episodes with n = 1 and n = 3, two of 50 steps and a begun one."""
-    options = {"total_timesteps": 110, "learning_starts": 110}
-    stored = {n: stored_rows(tmp_path / str(n), n_step=n, **options) for n in (1, 3)}
-    assert len(stored[3]) == len(stored[1]) - 2 == 108  # the last two wait for steps that never come
-    for t, row in enumerate(stored[3]):
-        m = min(3, 50 - t % 50)
-        np.testing.assert_array_equal(row["obs"], stored[1][t]["obs"])
-        np.testing.assert_array_equal(row["next_obs"], stored[1][t + m - 1]["next_obs"])
-        np.testing.assert_array_equal(row["last_actions"], stored[1][t + m - 1]["actions"])
-        assert row["rewards"] == pytest.approx(sum(0.99**i * stored[1][t + i]["rewards"] for i in range(m)))
 
 
 def test_stochastic_bits_have_their_probability_and_greedy_ones_the_likelier_value():
@@ -704,10 +656,6 @@ def test_bad_options_are_refused():
     for name, probability in itertools.product(("act_prior", "initial_act_probability"), (0.0, 1.0)):
         with pytest.raises(SystemExit, match=rf"--{name.replace('_', '-')} must be in \(0, 1\)"):
             sdar.check_args(sdar.Args(**{name: probability}))
-    with pytest.raises(SystemExit, match="--n-step must be at least 1"):
-        sdar.check_args(sdar.Args(n_step=0))
-    with pytest.raises(SystemExit, match="--learning-starts must be at least 3 with --n-step 4, not 2"):
-        sdar.check_args(sdar.Args(n_step=4, learning_starts=2))
     with pytest.raises(SystemExit, match="--initial-alpha-selection must be above 0"):
         sdar.check_args(sdar.Args(initial_alpha_selection=0.0))
     with pytest.raises(SystemExit, match="policy-frequency"):
