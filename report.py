@@ -106,11 +106,11 @@ Humanoid              | 3M, 595 min   | | | | | 1.5M, 365 min
 
 
 def papers_rows(table: str, key: str, first: list[str], algorithms: list[str]) -> list[list[str]]:
-    """The row of a table above, if there is one, with cells for these algorithms, in italics."""
+    """The row of a table above, if it has a cell for one of these algorithms, in italics."""
     for line in table.strip().splitlines():
         name, *cells = (cell.strip() for cell in line.split("|"))
-        if name == key:
-            printed = dict(zip(ALGORITHMS.values(), cells, strict=True))
+        printed = dict(zip(ALGORITHMS.values(), cells, strict=True))
+        if name == key and any(printed.get(a) for a in algorithms):
             return [[f"*{text}*" if text else "" for text in (*first, *(printed.get(a, "") for a in algorithms))]]
     return []
 

@@ -145,6 +145,13 @@ def study(tmp_path_factory) -> Path:
     return build(root / "runs", out=root / "report")
 
 
+def test_the_papers_row_is_there_for_algorithms_it_has_printed():
+    row = ["*paper*", "*return*", "", "*15131 ± 1279*"]
+    assert report.papers_rows(report.PAPER_RETURN, "HalfCheetah", ["paper", "return"], ["SDAR p0.1", "SDAR"]) == [row]
+    assert report.papers_rows(report.PAPER_RETURN, "HalfCheetah", ["paper", "return"], ["SDAR p0.1"]) == []
+    assert report.papers_rows(report.PAPER_RETURN, "Reacher", ["paper", "return"], ["SDAR"]) == []
+
+
 def test_returns_with_standard_errors(study):
     sac = find(records(study, "table2_return"), algorithm="SAC")
     sdar = find(records(study, "table2_return"), algorithm="SDAR")
