@@ -1006,7 +1006,7 @@ def shared_legend(figure: Any, axes: list[Any]) -> None:
     """One legend above all axes, in as many columns as its width allows."""
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     names = ordered([handles])
-    for columns in range(min(6, len(names)), 0, -1):
+    for columns in range(min(8, len(names)), 0, -1):
         legend = figure.legend([handles[n] for n in names], names, loc="outside upper center", ncols=columns)
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
