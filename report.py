@@ -888,6 +888,8 @@ def run_table(runs: list[Run]) -> Table:
 
 # Aggregates over tasks, with rliable.
 
+SCORES = {"normalised_auc": "normalised AUC", "n_score": "n-scores"}
+
 
 @dataclass
 class Aggregates:
@@ -898,77 +900,91 @@ class Aggregates:
     thresholds: np.ndarray
 
 
-def score_matrices(
-    tasks: list[Task], zeros: dict[str, float], notes: list[str]
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """n-scores (runs, tasks) for each algorithm on the tasks that all have, and those tasks."""
-    usable = []
+def final_scores(tasks: list[Task], zeros: dict[str, float], notes: list[str]) -> dict[str, dict[str, np.ndarray]]:
+    """By task and algorithm, n-scores of the final return of each run."""
+    scores = {}
     for task in tasks:
         if math.isnan(returns_n_score(task, zeros, 1.0)):
             notes.append(f"{task.name}: no n-scores, because SAC or the random policy is missing or SAC is not better")
         else:
-            usable.append(task)
-    main = [name for name in ordered(task.groups for task in usable) if name in COLOURS]
-    matrices, shared = {}, []
-    for task in usable:
-        missing = ", ".join(name for name in main if name not in task.groups)
+            finals = {algorithm: group.final("return") for algorithm, group in task.groups.items()}
+            scores[task.name] = {a: returns_n_score(task, zeros, final) for a, final in finals.items()}
+    return scores
+
+
+def score_matrices(
+    scores: dict[str, dict[str, np.ndarray]], notes: list[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Scores (runs, tasks) for each algorithm on the tasks that all have, and those tasks."""
+    main = [name for name in ordered(scores.values()) if name in COLOURS]
+    shared = []
+    for task, by_algorithm in scores.items():
+        missing = ", ".join(name for name in main if name not in by_algorithm)
         if missing:
-            notes.append(f"{task.name}: not in the aggregates over tasks, because {missing} has no run there")
+            notes.append(f"{task}: not in the aggregates over tasks, because {missing} has no run there")
         else:
             shared.append(task)
-    for algorithm in ordered(task.groups for task in shared):
-        if not all(algorithm in task.groups for task in shared):
+    matrices = {}
+    for algorithm in ordered(scores[task] for task in shared):
+        if not all(algorithm in scores[task] for task in shared):
             notes.append(f"{algorithm}: not in the aggregates over tasks, because it has no run on some of them")
             continue
-        columns = [returns_n_score(task, zeros, task.groups[algorithm].final("return")) for task in shared]
+        columns = [scores[task][algorithm] for task in shared]
         fewest = min(map(len, columns))
         if fewest < max(map(len, columns)):
-            notes.append(f"{algorithm}: the aggregates use {fewest} seeds of each task, the fewest that one has")
+            notes.append(
+                f"{algorithm}: the aggregates use {plural(fewest, 'seed')} of each task, the fewest that one has"
+            )
+        if fewest < 3:
+            notes.append(f"{algorithm}: fewer than 3 seeds, so the bootstrap intervals say little")
         matrices[algorithm] = np.stack([column[:fewest] for column in columns], axis=1)
-    return matrices, [task.name for task in shared]
+    return matrices, shared
 
 
-def aggregate(tasks: list[Task], zeros: dict[str, float], resamples: int, notes: list[str]) -> Aggregates | None:
+def aggregate(scores: dict[str, dict[str, np.ndarray]], resamples: int, notes: list[str]) -> Aggregates | None:
     from rliable.metrics import aggregate_iqm
 
-    scores, names = score_matrices(tasks, zeros, notes)
-    if not scores:
+    matrices, names = score_matrices(scores, notes)
+    if not matrices:
         return None
-    few = [algorithm for algorithm, matrix in scores.items() if len(matrix) < 3]
-    if few:
-        notes.append(f"{', '.join(few)}: fewer than 3 seeds, so the bootstrap intervals say little")
-    everything = np.concatenate([matrix.ravel() for matrix in scores.values()])
+    everything = np.concatenate([matrix.ravel() for matrix in matrices.values()])
     thresholds = np.linspace(min(0.0, everything.min()), max(1.2, everything.max()), 101)
-    pairs = {a: [scores["SDAR"], matrix] for a, matrix in scores.items() if a != "SDAR"} if "SDAR" in scores else {}
+    sdar = matrices.get("SDAR")
+    pairs = {a: [sdar, matrix] for a, matrix in matrices.items() if a != "SDAR"} if sdar is not None else {}
     return Aggregates(
         names,
-        intervals(scores, aggregate_iqm, resamples),
+        intervals(matrices, aggregate_iqm, resamples),
         intervals(pairs, probability_of_improvement, resamples),
-        intervals(scores, lambda matrix: (matrix[..., None] > thresholds).mean(axis=(0, 1)), resamples),
+        intervals(matrices, lambda matrix: (matrix[..., None] > thresholds).mean(axis=(0, 1)), resamples),
         thresholds,
     )
 
 
-def aggregate_table(result: Aggregates) -> Table:
+def aggregate_table(results: dict[str, Aggregates]) -> Table:
+    """`results` by what is aggregated, of SCORES."""
+    by_tasks = grouped(results, lambda name: ", ".join(results[name].tasks))
+    over = (f"{' and '.join(SCORES[name] for name in names)} over {tasks}" for tasks, names in by_tasks.items())
     table = Table(
         "aggregates",
         "Interquartile mean and probability of improvement",
-        f"Over {', '.join(result.tasks)}: interquartile mean of the n-scores of final returns (0 = random, 1 = SAC), "
-        "and the probability that a run of SDAR beats one of the algorithm on the same task; 95 % stratified-bootstrap "
-        "intervals.",
-        ["algorithm", "IQM of n-scores", "P(SDAR is better)"],
+        f"Of {'; '.join(over)}: interquartile mean (IQM) over all runs, and the probability that a run of SDAR has "
+        "more than one of the algorithm on the same task; 95 % stratified-bootstrap intervals. 0 = uniformly random "
+        "policy; 1 = the task's best algorithm for the AUC, SAC for n-scores, which are of final returns.",
+        ["algorithm", *(column for name in results for column in (f"IQM of {SCORES[name]}", "P(SDAR is better)"))],
     )
-    measures = {"iqm_n_score": bounds_of(result.iqm), "probability_sdar_is_better": bounds_of(result.improvement)}
-    for algorithm in result.iqm:
+    for algorithm in ordered(result.iqm for result in results.values()):
         cells = []
-        for measure, values in measures.items():
-            if algorithm not in values:  # SDAR is not compared with itself
-                cells.append("")
-                continue
-            estimate, low, high = values[algorithm]
-            cells.append(interval(estimate, low, high, 2))
-            numbers = {"estimate": estimate, "low_95": low, "high_95": high}
-            table.record(algorithm=algorithm, measure=measure, **numbers, tasks=len(result.tasks))
+        for name, result in results.items():
+            measures = {"iqm": result.iqm, "probability_sdar_is_better": result.improvement}
+            for measure, values in ((measure, bounds_of(values)) for measure, values in measures.items()):
+                if algorithm not in values:  # SDAR is not compared with itself
+                    cells.append("")
+                    continue
+                estimate, low, high = values[algorithm]
+                cells.append(interval(estimate, low, high, 2))
+                numbers = {"estimate": estimate, "low_95": low, "high_95": high}
+                what = {"algorithm": algorithm, "score": name, "measure": measure}
+                table.record(**what, **numbers, tasks=len(result.tasks))
         table.rows.append([algorithm, *cells])
     return table
 
@@ -1122,12 +1138,12 @@ def interval_figure(values: dict[str, tuple[Any, Any, Any]], colours: dict[str, 
     return figure
 
 
-def profile_figure(result: Aggregates, colours: dict[str, str]) -> Any:
+def profile_figure(result: Aggregates, colours: dict[str, str], score: str) -> Any:
     figure, axis = plt.subplots(figsize=(5, 3.2))
     for algorithm, (share, low, high) in result.profiles.items():
         axis.step(result.thresholds, share, where="post", color=colours[algorithm], label=algorithm, lw=1.5)
         axis.fill_between(result.thresholds, low, high, step="post", color=colours[algorithm], alpha=0.12, lw=0)
-    axis.set(xlabel="n-score τ (0 = random, 1 = SAC)", ylabel="share of runs above τ", ylim=(-0.02, 1.02))
+    axis.set(xlabel=f"{score} τ", ylabel="share of runs above τ", ylim=(-0.02, 1.02))
     axis.legend(fontsize=8)
     return figure
 
@@ -1269,11 +1285,15 @@ def main(args: Args) -> None:
     runs, tasks, zeros = study.runs, study.tasks, study.zeros
     colours = palette(ordered([run.algorithm] for run in runs))
     compared = [task for task in tasks if task.groups]
-    result = aggregate(compared, zeros, args.bootstrap, study.notes)
+    auc = auc_scores(compared, zeros)
+    scores = {"normalised_auc": auc, "n_score": final_scores(compared, zeros, study.notes)}
+    results = {name: aggregate(by_task, args.bootstrap, study.notes) for name, by_task in scores.items()}
+    results = {name: result for name, result in results.items() if result is not None}
+    notes = list(dict.fromkeys(study.notes))  # both may leave out the same
 
     page = Page(args.out)
     page.section("notes", "What to know first")
-    items = "".join(f"<li>{html.escape(note)}</li>" for note in study.notes)
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     page.add(f'<div class="notes"><ul>{items}</ul></div>' if items else "<p>Nothing was left out.</p>")
     page.section("curves", "Learning curves")
     caption = "Greedy return: mean over seeds (n of them), band ± one standard error."
@@ -1285,10 +1305,9 @@ def main(args: Args) -> None:
     page.add("</div>")
     if compared:
         page.section("efficiency", "Sample efficiency")
-        scores = auc_scores(compared, zeros)
-        if scores:
-            page.table(category_table(scores))
-            page.table(auc_table(scores, zeros))
+        if auc:
+            page.table(category_table(auc))
+            page.table(auc_table(auc, zeros))
         page.table(comparison_table(compared, args.bootstrap))
         page.table(time_table(compared))
         page.section("returns", "Return and repetition")
@@ -1302,15 +1321,17 @@ def main(args: Args) -> None:
             figure = sweep_figure(compared, members, title)
             caption = f"{title}: final return, APR and AFR; dots are runs, circles means ± standard error."
             page.figure("sweep-" + re.sub(r"[^\w.-]", "-", title), figure, caption)
-    if result is not None:
+    if results:
         page.section("aggregates", "Over all tasks")
-        page.table(aggregate_table(result))
-        figure = interval_figure(result.iqm, colours, "IQM of n-scores", 1.0)
-        page.figure("iqm", figure, "Interquartile mean, 95 % intervals.")
-        if result.improvement:
-            figure = interval_figure(result.improvement, colours, "P(SDAR is better)", 0.5)
-            page.figure("improvement", figure, "Probability that SDAR beats the algorithm, 95 % intervals.")
-        page.figure("profiles", profile_figure(result, colours), "Performance profiles with 95 % bands.")
+        page.table(aggregate_table(results))
+        for name, result in results.items():
+            figure = interval_figure(result.iqm, colours, f"IQM of {SCORES[name]}", 1.0)
+            page.figure(f"iqm-{name}", figure, "Interquartile mean, 95 % intervals.")
+            if result.improvement:
+                figure = interval_figure(result.improvement, colours, f"P(SDAR is better) by {SCORES[name]}", 0.5)
+                page.figure(f"improvement-{name}", figure, "Probability that SDAR beats the algorithm, 95 % intervals.")
+            figure = profile_figure(result, colours, SCORES[name])
+            page.figure(f"profiles-{name}", figure, "Performance profiles with 95 % bands.")
     page.section("runs", "Runs")
     page.table(run_table(runs))
     if zeros:
@@ -1323,7 +1344,7 @@ def main(args: Args) -> None:
     counts = plural(len(tasks), "task"), plural(len(ordered(task.groups for task in compared)), "algorithm")
     heading = f"{', '.join(counts)}, {averaged} of {plural(len(runs), 'run')} compared."
     page.write(heading)
-    for note in study.notes:
+    for note in notes:
         print(f"note: {note}")
     print(f"{heading} Open {args.out / 'index.html'}")
 

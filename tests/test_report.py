@@ -215,11 +215,15 @@ def test_apr_by_dimension(study):
 def test_aggregates(study):
     """Two runs of one task: the IQM of two values is their mean, and every run of SDAR beats every one of SAC."""
     rows = records(study, "aggregates")
-    iqm = find(rows, algorithm="SDAR", measure="iqm_n_score")
+    iqm = find(rows, algorithm="SDAR", measure="iqm", score="n_score")
     assert float(iqm["estimate"]) == pytest.approx((52 - 10) / (32 - 10))
     assert float(iqm["low_95"]) == pytest.approx((50 - 10) / (32 - 10))
-    better = find(rows, algorithm="SAC", measure="probability_sdar_is_better")
-    assert (float(better["estimate"]), float(better["low_95"])) == (1, 1)
+    iqm = find(rows, algorithm="SAC", measure="iqm", score="normalised_auc")
+    assert float(iqm["estimate"]) == pytest.approx((21.5 - 10) / (36.5 - 10))
+    assert float(iqm["high_95"]) == pytest.approx((23 - 10) / (36.5 - 10))
+    for score in ("n_score", "normalised_auc"):
+        better = find(rows, algorithm="SAC", measure="probability_sdar_is_better", score=score)
+        assert (float(better["estimate"]), float(better["low_95"])) == (1, 1)
 
 
 def test_curve_is_the_mean_with_standard_errors(study):
@@ -434,6 +438,10 @@ def test_missing_seeds_are_named(tmp_path):
     assert seeds(study) == {"SAC": [1, 3], "SDAR": [1, 2, 3]}
 
 
+def matrices(study: report.Study):
+    return report.score_matrices(report.final_scores(study.tasks, study.zeros, study.notes), study.notes)
+
+
 def test_aggregates_keep_to_what_all_have(tmp_path):
     """SAC has two seeds on one task and one on the other, TAAC no run on the other at all."""
     other = "tests.tasks:Endless-v0"
@@ -443,7 +451,7 @@ def test_aggregates_keep_to_what_all_have(tmp_path):
             make_run(tmp_path / "runs", "sdar_continuous_action", seed, {0: 30, 100: 50}, task=task)
     make_run(tmp_path / "runs", "taac_continuous_action", 1, {0: 30, 100: 60}, task=TASK)
     study = read(tmp_path / "runs", out=tmp_path / "out")
-    scores, tasks = report.score_matrices(study.tasks, study.zeros, study.notes)
+    scores, tasks = matrices(study)
     assert f"{other}: not in the aggregates over tasks, because TAAC has no run there" in study.notes
     assert (tasks, {name: matrix.shape for name, matrix in scores.items()}) == (
         [TASK],
@@ -451,8 +459,8 @@ def test_aggregates_keep_to_what_all_have(tmp_path):
     )
     shutil.rmtree(next((tmp_path / "runs").glob("*taac*")))
     study = read(tmp_path / "runs", out=tmp_path / "out")
-    scores, tasks = report.score_matrices(study.tasks, study.zeros, study.notes)
-    assert "SAC: the aggregates use 1 seeds of each task, the fewest that one has" in study.notes
+    scores, tasks = matrices(study)
+    assert "SAC: the aggregates use 1 seed of each task, the fewest that one has" in study.notes
     assert (len(tasks), scores["SDAR"].shape) == (2, (1, 2))
 
 
@@ -460,7 +468,7 @@ def test_sac_no_better_than_random_gives_no_n_score(tmp_path):
     make_run(tmp_path / "runs", "sac_continuous_action", returns={0: 10, 100: 9})
     make_run(tmp_path / "runs", "sdar_continuous_action")
     study = read(tmp_path / "runs", out=tmp_path / "out")
-    scores, _ = report.score_matrices(study.tasks, study.zeros, study.notes)
+    scores, _ = matrices(study)
     assert scores == {}
     assert study.notes[0].startswith(f"{TASK}: no n-scores, because")
     assert math.isnan(find(report.return_table(study.tasks, study.zeros).records, algorithm="SDAR")["n_score"])
