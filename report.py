@@ -935,8 +935,6 @@ def score_matrices(
             notes.append(
                 f"{algorithm}: the aggregates use {plural(fewest, 'seed')} of each task, the fewest that one has"
             )
-        if fewest < 3:
-            notes.append(f"{algorithm}: fewer than 3 seeds, so the bootstrap intervals say little")
         matrices[algorithm] = np.stack([column[:fewest] for column in columns], axis=1)
     return matrices, shared
 
@@ -947,6 +945,9 @@ def aggregate(scores: dict[str, dict[str, np.ndarray]], resamples: int, notes: l
     matrices, names = score_matrices(scores, notes)
     if not matrices:
         return None
+    few = [algorithm for algorithm, matrix in matrices.items() if len(matrix) < 3]
+    if few:
+        notes.append(f"{', '.join(few)}: fewer than 3 seeds, so the bootstrap intervals say little")
     everything = np.concatenate([matrix.ravel() for matrix in matrices.values()])
     thresholds = np.linspace(min(0.0, everything.min()), max(1.2, everything.max()), 101)
     sdar = matrices.get("SDAR")

@@ -324,6 +324,7 @@ def test_page_is_whole_without_a_network(study):
     assert page.count("<figure") == page.count("data:image/png;base64,") >= 6
     for table in ("table1_auc", "table2_return", "table3_dimensions", "time_cost", "aggregates", "runs"):
         assert f'<table id="{table}">' in page
+    assert page.count("fewer than 3 seeds") == 1  # though it holds for both aggregates
     assert not re.search(r'(src|href)="(?!data:|#|figures/|tables/|evaluations)', page)
     for target in re.findall(r'href="((?:figures|tables)/[^"]+|evaluations[^"]+)"', page):
         assert (study / target).exists(), target
