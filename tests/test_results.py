@@ -15,9 +15,8 @@ import tyro
 import report
 from tests.conftest import ROOT
 
-PAGES = {
-    name: (ROOT / "docs" / name).read_text() for name in ("results.md", "history.md", "persistence.md", "baselines.md")
-}
+NAMES = ("README.md", *(f"docs/{name}.md" for name in ("results", "history", "persistence", "baselines")))
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 MARKED = r"<!-- (\S+) of (.+?) -->\n\n(.*?)\n\n"
 TABLES = [table for page in PAGES.values() for table in re.findall(MARKED, page, re.S)]
 
@@ -53,7 +52,7 @@ def test_the_table_of_selectors_is_redrawn_from_the_data():
     """Mean and standard error over the agents; a rule beside the learned selection it has its rates from."""
     with open(ROOT / "docs" / "results" / "selectors.csv") as file:
         played = list(csv.DictReader(file))
-    (table,) = re.findall(r"<!-- selectors.csv -->\n\n(.*?)\n\n", PAGES["results.md"], re.S)
+    (table,) = re.findall(r"<!-- selectors.csv -->\n\n(.*?)\n\n", PAGES["docs/results.md"], re.S)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert {(row[0], row[1]) for row in rows} == {(p["task"], p["mode"]) for p in played}
     for task, mode, agents, apr, *cells in rows:
@@ -75,7 +74,7 @@ def write_pages() -> None:
         for table, options, text in re.findall(MARKED, page, re.S):
             mark = f"<!-- {table} of {options} -->\n\n"
             page = page.replace(mark + text, mark + tables[options][table])
-        (ROOT / "docs" / name).write_text(page)
+        (ROOT / name).write_text(page)
 
 
 if __name__ == "__main__":
