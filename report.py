@@ -781,16 +781,22 @@ def return_table(tasks: list[Task], zeros: dict[str, float]) -> Table:
                 table.add_row(["", title], {a: rates_of(*both) for a, both in rates.items()})
         table.rows += papers_rows(PAPER_RETURN, base_name(task.name), ["paper", "return"], algorithms)
         table.rows += papers_rows(PAPER_REPETITION, base_name(task.name), ["paper", RATES[""]], algorithms)
-    scored = max(map(len, scores.values()), default=0)
-    cells = {a: with_error(values, 2) + share(len(values), scored) for a, values in scores.items() if values}
-    table.add_row(["average", "n-score"], cells, {a: float(np.mean(scores[a])) for a in cells})
+    scores = {algorithm: values for algorithm, values in scores.items() if values}
+    first = "average"
+    if scores:
+        scored = max(map(len, scores.values()))
+        cells = {a: with_error(values, 2) + share(len(values), scored) for a, values in scores.items()}
+        table.add_row([first, "n-score"], cells, {a: float(np.mean(values)) for a, values in scores.items()})
+        first = ""
     for ending, title in RATES.items():
         by_task = [repetition(task, ending) for task in tasks]
         rates = {a: [rates[a] for rates in by_task if a in rates] for a in ordered(by_task)}
         if rates:
             cells = {a: rates_of(*np.mean(r, axis=0)) + share(len(r), len(tasks)) for a, r in rates.items()}
-            table.add_row(["", title], cells)
-    table.rows += papers_rows(PAPER_RETURN, "average", ["paper", "n-score"], algorithms)
+            table.add_row([first, title], cells)
+            first = ""
+    if scores:
+        table.rows += papers_rows(PAPER_RETURN, "average", ["paper", "n-score"], algorithms)
     table.rows += papers_rows(PAPER_REPETITION, "average", ["paper", RATES[""]], algorithms)
     return table
 

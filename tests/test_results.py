@@ -15,7 +15,7 @@ import tyro
 import report
 from tests.conftest import ROOT
 
-NAMES = ("README.md", *(f"docs/{name}.md" for name in ("results", "history", "persistence", "baselines")))
+NAMES = ("README.md", *(f"docs/{name}.md" for name in ("results", "tables", "history", "persistence", "baselines")))
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 MARKED = r"<!-- (\S+) of (.+?) -->\n\n(.*?)\n\n"
 TABLES = [table for page in PAGES.values() for table in re.findall(MARKED, page, re.S)]
