@@ -59,6 +59,8 @@ class Args(RunArgs):
     n_step: int = 1
     """over how many steps, as they were played, the critics' targets sum rewards before they bootstrap; the entropy
     bonus is that of the state they bootstrap from"""
+    entropy_in_target: bool = True
+    """add the entropy bonus to the critics' target; off, the actor alone has it, as in SDAR's Eq. 6"""
     alpha: float = 0.2
     """the temperature when it is not tuned"""
     autotune: bool = True
@@ -192,7 +194,8 @@ class Agent(nn.Module):
             next_obs = batch["next_obs"]
             next_actions, log_prob = sample_actions(self.actor, next_obs)
             next_values = torch.minimum(self.q1_target(next_obs, next_actions), self.q2_target(next_obs, next_actions))
-            next_values = soft_value(next_values, log_prob, self.alpha)
+            if self.args.entropy_in_target:
+                next_values = soft_value(next_values, log_prob, self.alpha)
             target = bellman_target(batch["rewards"], batch["discounts"], batch["terminated"], next_values)
         q1, q2 = self.q1(batch["obs"], batch["actions"]), self.q2(batch["obs"], batch["actions"])
         q1_loss, q2_loss = F.mse_loss(q1, target), F.mse_loss(q2, target)

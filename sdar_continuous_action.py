@@ -76,7 +76,7 @@ class Args(RunArgs):
     selection_baseline: bool = True
     """subtract the mean value of the other K-1 schemas in the sampled objective: the same gradient in expectation,
     far less variance; off gives the plain Eq. 9"""
-    selection_entropy_scale: float = 0.5
+    selection_entropy_scale: float = 0.2
     """λ: β's target entropy is λ·|A|·log 2 (the paper uses 0.4 to 0.6, by task)"""
     warmup_repeats: Literal["none", "one", "all"] = "none"
     """which dimensions repeat with probability 1 - p in the random warm-up: none, as in SAC's; one, drawn anew for each
@@ -84,17 +84,17 @@ class Args(RunArgs):
     act_prior: float = 0.5
     """p: β's bonus is for being near Bernoulli(p), so that below 0.5 a dimension repeats unless acting is worth it; 0.5
     is the paper's entropy bonus"""
-    action_entropy: Literal["all", "acting"] = "all"
-    """whose entropy π has a bonus and a target for: that of all dimensions, as the paper's equations are written, or of
-    those that act"""
+    action_entropy: Literal["all", "acting", "surplus"] = "surplus"
+    """what π has an entropy bonus for: all dimensions, as the paper's equations are written; those that act; or, of
+    those, what is above its target, so that acting by itself neither pays nor costs"""
     target_action_entropy: float = -1.0
     """π's target entropy in nats for each of these dimensions"""
     initial_act_probability: float = 0.9
     """β's probability of acting in each dimension before it has learned anything; by itself a network is near 0.5"""
     initial_alpha_selection: float = 0.1
     """α_β before the first update; 1, as α_π has, draws β to its prior before the critics know anything"""
-    entropy_in_target: bool = False
-    """add both policies' entropy bonuses to the critics' target; Eq. 6 has none"""
+    entropy_in_target: bool = True
+    """add both policies' entropy bonuses to the critics' target, as SAC does; Eq. 6 has none"""
 
 
 ACT_PLACEHOLDER = -2.0  # ξ: stands in π's input for the previous action of a dimension that acts, outside of [-1, 1]
@@ -369,6 +369,8 @@ class Agent(nn.Module):
                 next_values = action_objective(next_values, self.joint_log_prob(log_prob, act_mask), self.alpha_action)
                 log_beta = selection_log_prob(selection_logits, act_mask)
                 log_beta = log_beta - prior_log_odds(act_mask, self.args.act_prior)
+                if self.args.action_entropy == "surplus":
+                    log_beta = log_beta + self.target_bonus_selection
                 next_values = next_values - self.alpha_selection * log_beta
             target = bellman_target(batch["rewards"], batch["discounts"], batch["terminated"], next_values)
         q1, q2 = self.q1(batch["obs"], batch["actions"]), self.q2(batch["obs"], batch["actions"])
@@ -393,8 +395,9 @@ class Agent(nn.Module):
         log_prob = self.joint_log_prob(log_probs, act_mask)
         policy_loss = -action_objective(self.clipped_value(batch["obs"], actions), log_prob, self.alpha_action).mean()
         entropies, acts = -log_probs.detach(), act_mask.expand_as(log_probs)
-        entropy_action = -log_prob.detach().mean()
-        target_action = self.args.target_action_entropy * self.counted(acts).sum(-1).mean()
+        counted = self.counted(acts)
+        entropy_action = (entropies * counted).sum(-1).mean()
+        target_action = self.args.target_action_entropy * counted.sum(-1).mean()
         alpha_loss = temperature_loss(self.log_alpha_selection, bonus_selection, self.target_bonus_selection)
         alpha_loss = alpha_loss + temperature_loss(self.log_alpha_action, entropy_action, target_action)
         metrics = {
@@ -449,12 +452,14 @@ class Agent(nn.Module):
         return torch.minimum(self.q1(obs, actions), self.q2(obs, actions))
 
     def joint_log_prob(self, log_prob: Tensor, act_mask: Tensor) -> Tensor:
-        """log π(â | s, a⁻, b) over the dimensions that count."""
+        """log π(â | s, a⁻, b) over the dimensions that count; as a surplus, plus the target entropy of each of them."""
+        if self.args.action_entropy == "surplus":
+            log_prob = log_prob + self.args.target_action_entropy
         return (log_prob * self.counted(act_mask)).sum(-1)
 
     def counted(self, act_mask: Tensor) -> Tensor:
         """Which dimensions' entropy counts: all, as the equations are written, or those that act."""
-        return (act_mask if self.args.action_entropy == "acting" else torch.ones_like(act_mask)).float()
+        return (torch.ones_like(act_mask) if self.args.action_entropy == "all" else act_mask).float()
 
     @property
     def alpha_selection(self) -> Tensor:

@@ -97,7 +97,7 @@ def known_noise(monkeypatch):
     monkeypatch.setattr(torch, "randn_like", lambda x: torch.full_like(x, NOISE))
 
 
-@pytest.mark.parametrize(("options", "alpha"), TEMPERATURES)
+@pytest.mark.parametrize(("options", "alpha"), [*TEMPERATURES, ({"entropy_in_target": False}, 0)])
 def test_critic_loss_against_brute_force(known_noise, options, alpha):
     agent, batch = make_exact_agent(**options), make_batch(dtype=torch.float64)
     loss, metrics = agent.critic_loss(batch)

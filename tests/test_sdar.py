@@ -214,8 +214,14 @@ def prior_by_hand(b, act_prior):
     return np.prod([act_prior if bit else 1 - act_prior for bit in b])
 
 
+def log_pi_by_hand(densities, b, args):
+    """What of log π counts: of all dimensions or of those that act, with `surplus` above their target entropy."""
+    counted = densities if args.action_entropy == "all" else densities[np.array(b, bool)]
+    return counted.sum() + (args.target_action_entropy * len(counted) if args.action_entropy == "surplus" else 0)
+
+
 @pytest.mark.parametrize("selection", ["decoupled", "joint"])
-@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+@pytest.mark.parametrize("action_entropy", ["all", "acting", "surplus"])
 @pytest.mark.parametrize("act_prior", [0.5, 0.2])
 def test_exact_selection_loss_against_brute_force(no_noise, action_entropy, act_prior, selection):
     """The whole of Eq. 8, networks included, in float64, row by row and schema by schema."""
@@ -237,8 +243,7 @@ def test_exact_selection_loss_against_brute_force(no_noise, action_entropy, act_
             b = np.resize(bits, ACT)
             mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
             candidate = np.tanh(mean)
-            densities = log_density(candidate, mean, std)
-            log_pi = sum(densities[j] for j in range(ACT) if b[j] or action_entropy == "all")
+            log_pi = log_pi_by_hand(log_density(candidate, mean, std), b, agent.args)
             q = value((agent.q1, agent.q2), obs, np.where(b, candidate, prev))
             bonus = -math.log(probability) + math.log(prior_by_hand(bits, act_prior)) + agent.bits * math.log(2)
             total += probability * (q - math.exp(0.4) * log_pi + math.exp(-0.3) * bonus)
@@ -265,12 +270,14 @@ def critic_target_by_hand(agent, batch, i, alpha_selection=0.0, alpha_action=0.0
     candidate = np.tanh(mean)
     q = value((agent.q1_target, agent.q2_target), obs, np.where(b, candidate, prev))
     log_beta = np.log(np.where(b, p, 1 - p)).sum() - math.log(prior_by_hand(b, act_prior)) - ACT * math.log(2)
-    counted = np.ones(ACT, bool) if agent.args.action_entropy == "all" else b
-    bonus = -alpha_action * log_density(candidate, mean, std)[counted].sum() - alpha_selection * log_beta
+    if agent.args.action_entropy == "surplus":
+        log_beta += agent.args.selection_entropy_scale * ACT * math.log(2)
+    log_pi = log_pi_by_hand(log_density(candidate, mean, std), b, agent.args)
+    bonus = -alpha_action * log_pi - alpha_selection * log_beta
     return batch["rewards"][i].item() + batch["discounts"][i].item() * (1 - batch["terminated"][i].item()) * (q + bonus)
 
 
-@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+@pytest.mark.parametrize("action_entropy", ["all", "acting", "surplus"])
 @pytest.mark.parametrize(("entropy", "act_prior"), [(False, 0.5), (False, 0.2), (True, 0.5), (True, 0.2)])
 def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy, act_prior, action_entropy):
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
@@ -291,10 +298,12 @@ def test_critic_loss_against_brute_force(no_noise, monkeypatch, entropy, act_pri
     assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("action_entropy", "target"), [("all", -1), ("acting", -1), ("acting", -0.3)])
+@pytest.mark.parametrize(
+    ("action_entropy", "target"), [("all", -1), ("acting", -1), ("acting", -0.3), ("surplus", -0.3)]
+)
 @pytest.mark.parametrize("act_prior", [0.5, 0.2])
 def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, target, act_prior):
-    """Eqs. 7 and 10; with `acting`, only what acts has an entropy, and a target for each such dimension."""
+    """Eqs. 7 and 10; with `acting` and `surplus` only what acts has an entropy, and each such dimension a target."""
     monkeypatch.setattr(sdar, "sample_act_mask", lambda logits, *samples: logits > 0)
     agent = make_agent(action_entropy=action_entropy, target_action_entropy=target, act_prior=act_prior).double()
     batch = make_batch(dtype=torch.float64)
@@ -314,7 +323,7 @@ def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, 
         repeating += list(-densities[~b])
         counted = densities if action_entropy == "all" else densities[b]
         q = value((agent.q1, agent.q2), obs, np.where(b, np.tanh(mean), prev))
-        terms.append(math.exp(0.4) * counted.sum() - q)
+        terms.append(math.exp(0.4) * log_pi_by_hand(densities, b, agent.args) - q)
         surplus_action.append(-counted.sum() - target * len(counted))
         if not batch["first"][i]:
             kl = p * np.log(p / act_prior) + (1 - p) * np.log((1 - p) / (1 - act_prior))
@@ -362,9 +371,10 @@ def test_a_prior_of_a_half_is_the_paper_to_the_last_bit(monkeypatch):
 
 @pytest.mark.parametrize("selection", ["decoupled", "joint"])
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
-@pytest.mark.parametrize("action_entropy", ["all", "acting"])
+@pytest.mark.parametrize("action_entropy", ["all", "acting", "surplus"])
 def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entropy, objective, selection):
-    """With `acting`, the entropy H that acting has shifts the odds by exp(α_π·H/α_β), H over what a bit acts for."""
+    """With `acting`, the entropy H that acting has shifts the odds by exp(α_π·H/α_β), H over what a bit acts for; with
+    `surplus` the part of it above the target."""
     options = {"policy_lr": 0.02, "selection_objective": objective, "num_selection_samples": 30}
     agent = make_agent(act_prior=0.2, action_entropy=action_entropy, selection=selection, **options)
     alpha_selection, alpha_action, batch = 0.5, 0.8, make_batch(batch=64)
@@ -377,9 +387,8 @@ def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entrop
     for _ in range(400):
         metrics = agent.update_selection(batch)
     entropy = math.log(math.exp(-1.5) * math.sqrt(2 * math.pi))  # of each dimension, at the mean
-    odds = 0.2 / 0.8
-    if action_entropy == "acting":
-        odds *= math.exp(alpha_action * entropy * (ACT if selection == "joint" else 1) / alpha_selection)
+    paid = {"all": 0.0, "acting": entropy, "surplus": entropy - agent.args.target_action_entropy}[action_entropy]
+    odds = 0.2 / 0.8 * math.exp(alpha_action * paid * (ACT if selection == "joint" else 1) / alpha_selection)
     expected = odds / (1 + odds)
     assert metrics["repetition/act_probability"].tolist() == pytest.approx([expected] * agent.bits, abs=0.02)
 
@@ -506,7 +515,7 @@ VARIANTS = {
     "sampled": {"selection_objective": "sampled"},
     "plain": {"selection_objective": "sampled", "selection_baseline": False},
     "joint": {"selection": "joint"},
-    "acting": {"action_entropy": "acting"},
+    "surplus": {"action_entropy": "surplus", "entropy_in_target": True},
     "prior": {"act_prior": 0.2, "entropy_in_target": True},
     "joint acting": {"selection": "joint", "action_entropy": "acting", "act_prior": 0.3},
     "letter": {"compensate_policy_delay": False},
