@@ -86,7 +86,7 @@ class Args(RunArgs):
     is the paper's entropy bonus"""
     action_entropy: Literal["all", "acting", "surplus"] = "surplus"
     """what π has an entropy bonus for: all dimensions, as the paper's equations are written; those that act; or, of
-    those, what is above its target, so that acting by itself neither pays nor costs"""
+    those, what is above its target, and β is judged by values alone, so that acting by itself neither pays nor costs"""
     target_action_entropy: float = -1.0
     """π's target entropy in nats for each of these dimensions"""
     initial_act_probability: float = 0.9
@@ -442,11 +442,16 @@ class Agent(nn.Module):
         return loss, metrics
 
     def schema_values(self, obs: Tensor, prev_actions: Tensor, act_masks: Tensor) -> Tensor:
-        """f(b) = min(Q1, Q2)(s, a_b) - α_π·log π(â_b | s, a_mix,b) for many schemas of each state, (K, batch)."""
+        """f(b) = min(Q1, Q2)(s, a_b) - α_π·log π(â_b | s, a_mix,b) for many schemas of each state, (K, batch).
+
+        A surplus of entropy is none on average, so it is left out.
+        """
         act_masks = act_masks.expand(-1, obs.shape[0], -1)
         actions, log_prob = act_given_mask(self.policy, obs, prev_actions, act_masks)
-        log_prob = self.joint_log_prob(log_prob, act_masks)
-        return action_objective(self.clipped_value(obs, actions), log_prob, self.alpha_action)
+        values = self.clipped_value(obs, actions)
+        if self.args.action_entropy == "surplus":
+            return values
+        return action_objective(values, self.joint_log_prob(log_prob, act_masks), self.alpha_action)
 
     def clipped_value(self, obs: Tensor, actions: Tensor) -> Tensor:
         return torch.minimum(self.q1(obs, actions), self.q2(obs, actions))

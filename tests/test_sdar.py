@@ -224,7 +224,7 @@ def log_pi_by_hand(densities, b, args):
 @pytest.mark.parametrize("action_entropy", ["all", "acting", "surplus"])
 @pytest.mark.parametrize("act_prior", [0.5, 0.2])
 def test_exact_selection_loss_against_brute_force(no_noise, action_entropy, act_prior, selection):
-    """The whole of Eq. 8, networks included, in float64, row by row and schema by schema."""
+    """The whole of Eq. 8, networks included, in float64, row by row and schema by schema; `surplus`: values alone."""
     agent = make_agent(action_entropy=action_entropy, act_prior=act_prior, selection=selection).double()
     with torch.no_grad():
         agent.log_alpha_selection.fill_(-0.3)
@@ -243,7 +243,8 @@ def test_exact_selection_loss_against_brute_force(no_noise, action_entropy, act_
             b = np.resize(bits, ACT)
             mean, std = gaussian(agent.policy, obs, np.where(b, -2.0, prev))
             candidate = np.tanh(mean)
-            log_pi = log_pi_by_hand(log_density(candidate, mean, std), b, agent.args)
+            densities = log_density(candidate, mean, std)
+            log_pi = 0 if action_entropy == "surplus" else log_pi_by_hand(densities, b, agent.args)
             q = value((agent.q1, agent.q2), obs, np.where(b, candidate, prev))
             bonus = -math.log(probability) + math.log(prior_by_hand(bits, act_prior)) + agent.bits * math.log(2)
             total += probability * (q - math.exp(0.4) * log_pi + math.exp(-0.3) * bonus)
@@ -312,7 +313,7 @@ def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, 
         logits = agent.selection(batch["obs"], batch["prev_actions"])
         agent.selection.fc3.bias -= logits[~batch["first"].bool()].quantile(0.5, dim=0)  # some act, some repeat
     loss, metrics = agent.policy_loss(batch)
-    terms, surplus_action, bonuses, acting, repeating = [], [], [], [], []
+    scale, terms, surplus_action, bonuses, acting, repeating = agent.args.selection_entropy_scale, [], [], [], [], []
     for i in range(BATCH):
         obs, prev = batch["obs"][i].numpy(), batch["prev_actions"][i].numpy()
         p = sigmoid(mlp(agent.selection, obs, prev))
@@ -327,7 +328,7 @@ def test_policy_loss_against_brute_force(no_noise, monkeypatch, action_entropy, 
         surplus_action.append(-counted.sum() - target * len(counted))
         if not batch["first"][i]:
             kl = p * np.log(p / act_prior) + (1 - p) * np.log((1 - p) / (1 - act_prior))
-            bonuses.append(-kl.sum() + (1 - 0.5) * ACT * math.log(2))
+            bonuses.append(-kl.sum() + (1 - scale) * ACT * math.log(2))
     assert min(len(acting), len(repeating)) > 1
     assert metrics["losses/actor_loss"].item() == pytest.approx(np.mean(terms), rel=1e-6)
     assert metrics["losses/acting_entropy"].item() == pytest.approx(np.mean(acting), rel=1e-6)
@@ -373,8 +374,7 @@ def test_a_prior_of_a_half_is_the_paper_to_the_last_bit(monkeypatch):
 @pytest.mark.parametrize("objective", ["exact", "sampled"])
 @pytest.mark.parametrize("action_entropy", ["all", "acting", "surplus"])
 def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entropy, objective, selection):
-    """With `acting`, the entropy H that acting has shifts the odds by exp(α_π·H/α_β), H over what a bit acts for; with
-    `surplus` the part of it above the target."""
+    """With `acting`, the entropy H that acting has shifts the odds by exp(α_π·H/α_β), H over what a bit acts for."""
     options = {"policy_lr": 0.02, "selection_objective": objective, "num_selection_samples": 30}
     agent = make_agent(act_prior=0.2, action_entropy=action_entropy, selection=selection, **options)
     alpha_selection, alpha_action, batch = 0.5, 0.8, make_batch(batch=64)
@@ -387,8 +387,9 @@ def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entrop
     for _ in range(400):
         metrics = agent.update_selection(batch)
     entropy = math.log(math.exp(-1.5) * math.sqrt(2 * math.pi))  # of each dimension, at the mean
-    paid = {"all": 0.0, "acting": entropy, "surplus": entropy - agent.args.target_action_entropy}[action_entropy]
-    odds = 0.2 / 0.8 * math.exp(alpha_action * paid * (ACT if selection == "joint" else 1) / alpha_selection)
+    odds = 0.2 / 0.8
+    if action_entropy == "acting":
+        odds *= math.exp(alpha_action * entropy * (ACT if selection == "joint" else 1) / alpha_selection)
     expected = odds / (1 + odds)
     assert metrics["repetition/act_probability"].tolist() == pytest.approx([expected] * agent.bits, abs=0.02)
 
@@ -648,7 +649,7 @@ def test_greedy_is_the_mean_and_sampling_is_not():
 
 def test_joint_selection_decides_for_all_dimensions_together():
     agent = make_agent(act_dim=5, selection="joint")
-    assert agent.target_bonus_selection == pytest.approx(0.5 * math.log(2))
+    assert agent.target_bonus_selection == pytest.approx(0.2 * math.log(2))
     previous, changes = None, []
     for t in range(100):
         action, _ = agent.act(np.full(OBS, t / 50, np.float32), previous, NOISE)
