@@ -91,7 +91,7 @@ class Args(RunArgs):
     """π's target entropy in nats for each of these dimensions"""
     initial_act_probability: float = 0.9
     """β's probability of acting in each dimension before it has learned anything; by itself a network is near 0.5"""
-    initial_alpha_selection: float = 0.1
+    initial_alpha_selection: float = 0.01
     """α_β before the first update; 1, as α_π has, draws β to its prior before the critics know anything"""
     entropy_in_target: bool = True
     """add both policies' entropy bonuses to the critics' target, as SAC does; Eq. 6 has none"""
