@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sdar_utils import ALGORITHMS, NotFinite, fail
-from sdar_utils.checkpoint import agent_file, load_agent, write_atomically, write_json
+from sdar_utils.checkpoint import agent_file, load_agent, save_acting, write_atomically, write_json
 from sdar_utils.devices import cuda_trouble
 from sdar_utils.envs import RULE, derived_seed, dimension_names, make_env, make_filmed_env
 from sdar_utils.evaluation import ACT, MODES, REPEAT, Evaluator, Trajectory, acts, summarise
@@ -63,8 +63,10 @@ class Args:
     video: Path | None = None
     """film the first greedy episode with its return so far and, below it, act or repeat (.mp4 or .gif); several runs
     play side by side"""
+    export: Path | None = None
+    """keep of one run only the networks that act, in a small file that plays anywhere (.pt)"""
     overwrite: bool = False
-    """replace pictures and videos that exist already"""
+    """replace pictures, videos and exported agents that exist already"""
     cuda: bool = False
     """run the networks on the GPU"""
 
@@ -74,6 +76,7 @@ class Run:
     path: Path  # its directory, or an agent's file
     algorithm: str
     agent: Any
+    contents: dict[str, Any]  # of its file
     select: Callable[[Tensor, Noise], Tensor] | None  # how its act-or-repeat policy draws, if it has one
     evaluator: Evaluator
     dimensions: list[str]  # what each action dimension moves
@@ -106,9 +109,12 @@ def check_args(args: Args) -> None:
     pictures = (".png", ".pdf", ".svg")
     films = (".mp4", ".gif")
     outputs = {"raster": (args.raster, pictures), "actions": (args.actions, pictures), "video": (args.video, films)}
+    outputs["export"] = (args.export, (".pt",))
     for option, (path, suffixes) in outputs.items():
         if path is not None:
             check_output(f"--{option} {path}", path, suffixes, args.overwrite)
+    if args.export is not None and len(args.runs) > 1:
+        fail(f"--export {args.export} keeps one agent; name one run, not {len(args.runs)}")
     if args.raster is not None and args.actions is not None and args.raster.resolve() == args.actions.resolve():
         fail(f"--raster and --actions both name {args.raster}")
 
@@ -147,7 +153,7 @@ def open_run(path: Path, args: Args) -> Run:
     seed = options.seed if args.seed is None else args.seed
     evaluator = Evaluator(partial(make_env, options.env_id), seed, device, film=env if args.video else None)
     algorithm = ALGORITHMS[script] + " (joint)" * (getattr(options, "selection", None) == "joint")
-    return Run(path, algorithm, agent, select, evaluator, dimension_names(env), step, training_seconds(path))
+    return Run(path, algorithm, agent, contents, select, evaluator, dimension_names(env), step, training_seconds(path))
 
 
 def training_seconds(directory: Path) -> float | None:
@@ -362,6 +368,8 @@ def main(args: Args) -> None:
             results.append((run, evaluations))
             shown.append((run, trajectory))
     print(report(results))
+    if args.export is not None:
+        save_acting(args.export, runs[0].agent, runs[0].contents)
     if args.video is not None:
         films = [annotate(trajectory, run.dimensions, run.algorithm) for run, trajectory in shown]
         write_video(side_by_side(films), args.video, runs[0].evaluator.fps)

@@ -149,6 +149,8 @@ def temperature_loss(log_alpha: Tensor, entropy: Tensor, target_entropy: float) 
 class Agent(nn.Module):
     """The actor, twin critics with their targets, and the temperature."""
 
+    acting = ("actor",)  # what `act` needs of it
+
     def __init__(self, obs_dim: int, act_dim: int, args: Args, device: torch.device):
         super().__init__()
         self.obs_dim, self.act_dim, self.args, self.device = obs_dim, act_dim, args, device

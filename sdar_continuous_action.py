@@ -268,6 +268,8 @@ def masked_mean(values: Tensor, keep: Tensor) -> Tensor:
 class Agent(nn.Module):
     """β, π, twin critics with their targets, and the two temperatures."""
 
+    acting = ("selection", "policy")  # what `act` needs of it
+
     def __init__(self, obs_dim: int, act_dim: int, args: Args, device: torch.device):
         super().__init__()
         self.obs_dim, self.act_dim, self.args, self.device = obs_dim, act_dim, args, device

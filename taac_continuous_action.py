@@ -254,6 +254,7 @@ def masked_mean(values: Tensor, keep: Tensor) -> Tensor:
 class Agent(nn.Module):
     """π, twin critics with their targets, and the two temperatures. The switch β has no parameters of its own."""
 
+    acting = ("policy", "q1", "q2")  # what `act` needs of it
     bits = 1  # of β, for all dimensions together
 
     def __init__(self, obs_dim: int, act_dim: int, args: Args, device: torch.device):

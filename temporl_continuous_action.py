@@ -155,6 +155,8 @@ def skip_value(values: Tensor, lengths: Tensor) -> Tensor:
 class Agent(nn.Module):
     """DDPG's actor and critic with their targets, and the skip network."""
 
+    acting = ("actor", "skip")  # what `act` needs of it
+
     def __init__(self, obs_dim: int, act_dim: int, args: Args, device: torch.device):
         super().__init__()
         self.obs_dim, self.act_dim, self.args, self.device = obs_dim, act_dim, args, device

@@ -252,6 +252,8 @@ def scale_and_clamp(gradients: Sequence[Tensor], heads: int) -> None:
 class Agent(nn.Module):
     """DDPG's actor and critic with their targets, the skip ensemble and the bandit."""
 
+    acting = ("actor", "skip", "bandit")  # what `act` needs of it
+
     def __init__(self, obs_dim: int, act_dim: int, args: Args, device: torch.device):
         super().__init__()
         self.obs_dim, self.act_dim, self.args, self.device = obs_dim, act_dim, args, device

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sdar_utils import ALGORITHMS, NotFinite, fail, one_line
-from sdar_utils.options import check_same_options
+from sdar_utils.options import RunArgs, check_same_options
 
 FORMAT = 2
 
@@ -91,11 +91,24 @@ def load_agent(path: Path, device: torch.device) -> tuple[nn.Module, dict[str, A
     try:
         args = module.Args(**contents["args"])
         agent = module.Agent(contents["obs_dim"], contents["act_dim"], args, torch.device("meta"))
+        held = {name.partition(".")[0] for name in contents["weights"]}
+        for name in {name for name, _ in agent.named_children()} - {*agent.acting} - held:
+            delattr(agent, name)  # the file is one that `save_acting` made
         agent.load_state_dict(contents["weights"], assign=True)  # shapes are compared before anything is allocated
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         fail(f"{path} does not hold an agent of {script}.py ({type(error).__name__})")
     agent.device = device
     return agent.to(device), contents
+
+
+def save_acting(path: Path, agent: nn.Module, contents: dict[str, Any]) -> None:
+    """Of what an agent's file holds, what playing needs: no critics but those that act, no place of this machine."""
+    learning = {name for name, _ in agent.named_children()} - {*agent.acting}
+    kept = {name: contents[name] for name in ("script", "obs_dim", "act_dim", "step") if name in contents}
+    kept["args"] = {**contents["args"], "runs_dir": RunArgs.runs_dir, "run_name": path.stem}
+    weights = contents["weights"].items()
+    kept["weights"] = {name: weight for name, weight in weights if name.partition(".")[0] not in learning}
+    save_file(path, kept)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -98,6 +98,27 @@ def test_an_agents_file_alone_plays_as_its_run_and_nothing_is_written(tmp_path, 
         main(Args((run / "evaluation-random.json",)))
 
 
+def test_an_exported_agent_plays_as_its_run_and_is_smaller(script, tmp_path, capsys):
+    run, exported, tables = make_run(script, tmp_path / "run"), tmp_path / "mine.pt", []
+    main(Args((run,), episodes=2, export=exported))
+    tables.append([line.split()[2:] for line in capsys.readouterr().out.splitlines()[2:4]])
+    main(Args((exported,), episodes=2))
+    tables.append([line.split()[2:] for line in capsys.readouterr().out.splitlines()[2:4]])
+    assert tables[0] == tables[1]
+    whole, acting = (torch.load(path, weights_only=True) for path in (run / "agent.pt", exported))
+    assert acting["weights"].keys() < whole["weights"].keys()
+    assert not any("target" in name for name in acting["weights"])
+    assert str(tmp_path) not in str(acting)
+    with pytest.raises(SystemExit, match="exists; choose another name"):
+        main(Args((run,), export=exported))
+    with pytest.raises(SystemExit, match="name one run, not 2"):
+        main(Args((run, exported), export=tmp_path / "other.pt"))
+    del acting["weights"][next(name for name in acting["weights"] if "." in name)]
+    torch.save(acting, exported)
+    with pytest.raises(SystemExit, match="does not hold an agent"):
+        main(Args((exported,)))
+
+
 def test_seconds_are_those_of_the_last_evaluation(tmp_path):
     assert evaluate.training_seconds(tmp_path) is None
     for text, seconds in [
