@@ -87,15 +87,15 @@ declare -A SCRIPT=([sdar]=sdar_continuous_action [sac]=sac_continuous_action [nr
 # TAAC's family.
 SETTINGS="MountainCarContinuous-v0 100000 4 20 20 0.5 persistent simple-control
 LunarLanderContinuous-v3 300000 4 10 4 0.5 persistent simple-control
-BipedalWalker-v3 600000 4 20 20 0.2 agile terrain
-HalfCheetah-v4 3000000 2 20 20 0.2 agile locomotion
-Humanoid-v4 3000000 4 20 20 0.2 agile locomotion
-Walker2d-v4 1500000 4 20 20 0.2 agile locomotion
-Hopper-v4 1000000 4 20 20 0.2 agile locomotion
-Ant-v4 3000000 2 20 20 0.2 agile locomotion
-FetchReach-v4 100000 2 20 20 0.2 agile manipulation
-Pusher-v5 500000 4 20 20 0.2 agile other
-Reacher-v4 100000 2 20 20 0.2 agile other"
+BipedalWalker-v3 600000 4 20 20 0.5 agile terrain
+HalfCheetah-v4 3000000 2 20 20 0.5 agile locomotion
+Humanoid-v4 3000000 4 20 20 0.5 agile locomotion
+Walker2d-v4 1500000 4 20 20 0.5 agile locomotion
+Hopper-v4 1000000 4 20 20 0.5 agile locomotion
+Ant-v4 3000000 2 20 20 0.5 agile locomotion
+FetchReach-v4 100000 2 20 20 0.5 agile manipulation
+Pusher-v5 500000 4 20 20 0.5 agile other
+Reacher-v4 100000 2 20 20 0.5 agile other"
 declare -A BUDGET REPEAT TEMPORL_SKIP UTE_SKIP ENTROPY_SCALE SDAR_FAMILY FAMILY
 while read -r task budget repeat temporl_skip ute_skip entropy_scale sdar_family family; do
     BUDGET[$task]=$budget REPEAT[$task]=$repeat TEMPORL_SKIP[$task]=$temporl_skip UTE_SKIP[$task]=$ute_skip

@@ -76,7 +76,7 @@ class Args(RunArgs):
     selection_baseline: bool = True
     """subtract the mean value of the other K-1 schemas in the sampled objective: the same gradient in expectation,
     far less variance; off gives the plain Eq. 9"""
-    selection_entropy_scale: float = 0.2
+    selection_entropy_scale: float = 0.5
     """λ: β's target entropy is λ·|A|·log 2 (the paper uses 0.4 to 0.6, by task)"""
     warmup_repeats: Literal["none", "one", "all"] = "none"
     """which dimensions repeat with probability 1 - p in the random warm-up: none, as in SAC's; one, drawn anew for each

@@ -163,7 +163,7 @@ def test_settings_reach_the_scripts():
     for task, (_, _, family) in TASKS.items():
         sdar = args["sdar_continuous_action", task]
         persistent = family == "simple control"
-        assert sdar.selection_entropy_scale == (0.5 if persistent else 0.2)
+        assert sdar.selection_entropy_scale == 0.5
         assert sdar.entropy_in_target != persistent
         entropies = (sdar.act_prior, sdar.action_entropy, sdar.target_action_entropy)
         start = (sdar.warmup_repeats, sdar.initial_act_probability, sdar.initial_alpha_selection)

@@ -649,7 +649,7 @@ def test_greedy_is_the_mean_and_sampling_is_not():
 
 def test_joint_selection_decides_for_all_dimensions_together():
     agent = make_agent(act_dim=5, selection="joint")
-    assert agent.target_bonus_selection == pytest.approx(0.2 * math.log(2))
+    assert agent.target_bonus_selection == pytest.approx(0.5 * math.log(2))
     previous, changes = None, []
     for t in range(100):
         action, _ = agent.act(np.full(OBS, t / 50, np.float32), previous, NOISE)
