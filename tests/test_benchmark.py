@@ -168,7 +168,7 @@ def test_settings_reach_the_scripts():
         entropies = (sdar.act_prior, sdar.action_entropy, sdar.target_action_entropy)
         start = (sdar.warmup_repeats, sdar.initial_act_probability, sdar.initial_alpha_selection)
         assert entropies == ((0.2, "acting", -0.5) if persistent else (0.5, "surplus", -1))
-        assert start == (("one", 0.5, 1) if persistent else ("none", 0.9, 0.1))
+        assert start == (("one", 0.5, 1) if persistent else ("none", 0.9, 0.01))
         assert sdar.n_step == (4 if persistent else 1)
         skips = [args[f"{algo}_continuous_action", task].max_skip for algo in ("temporl", "ute")]
         assert skips == ([10, 4] if task.startswith("LunarLander") else [20, 20])
