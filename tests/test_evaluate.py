@@ -119,6 +119,17 @@ def test_an_exported_agent_plays_as_its_run_and_is_smaller(script, tmp_path, cap
         main(Args((exported,)))
 
 
+@pytest.mark.parametrize(("agent", "enough"), [("lander", 150), ("half_cheetah", 2500), ("half_cheetah_sac", 2500)])
+def test_a_shipped_agent_is_small_and_plays(agent, enough):
+    """Whatever has become of options and layers since it was trained."""
+    path = ROOT / "docs" / "agents" / f"{agent}.pt"
+    args = Args((path,), episodes=3, seed=7)
+    played, _ = evaluate.evaluate(open_run(path, args), args)
+    assert played["learned"]["greedy"]["return"] > enough
+    assert path.stat().st_size < 200_000
+    assert not any("target" in name for name in torch.load(path, weights_only=True)["weights"])
+
+
 def test_seconds_are_those_of_the_last_evaluation(tmp_path):
     assert evaluate.training_seconds(tmp_path) is None
     for text, seconds in [
