@@ -105,7 +105,7 @@ done <<<"$SETTINGS"
 # SDAR's defaults act quickly; in simple control, whose rewards come late, more persistence learns sooner.
 declare -A SDAR=(
     [agile]=""
-    [persistent]="--act-prior 0.2 --action-entropy acting --no-entropy-in-target --target-action-entropy -0.5 --n-step 4 --warmup-repeats one --initial-act-probability 0.5 --initial-alpha-selection 1")
+    [persistent]="--act-prior 0.2 --action-entropy acting --no-entropy-in-target --target-action-entropy -0.5 --n-step 4 --warmup-repeats one --initial-act-probability 0.5 --initial-alpha-selection 1 --initial-alpha-action 1")
 
 # TAAC's authors have settings for families of tasks; "other" are the script's defaults.
 declare -A TAAC=(

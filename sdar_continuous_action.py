@@ -92,7 +92,9 @@ class Args(RunArgs):
     initial_act_probability: float = 0.9
     """β's probability of acting in each dimension before it has learned anything; by itself a network is near 0.5"""
     initial_alpha_selection: float = 0.01
-    """α_β before the first update; 1, as α_π has, draws β to its prior before the critics know anything"""
+    """α_β before the first update; 1 draws β to its prior before the critics know anything"""
+    initial_alpha_action: float = 0.01
+    """α_π before the first update; with 1, as SAC's begins, bonuses are most of what the critics learn at first"""
     entropy_in_target: bool = True
     """add both policies' entropy bonuses to the critics' target, as SAC does; Eq. 6 has none"""
 
@@ -113,7 +115,7 @@ def check_args(args: Args) -> None:
             "baseline (--no-selection-baseline turns it off)"
         )
     require(args, "in (0, 1)", lambda value: 0 < value < 1, "act_prior", "initial_act_probability")
-    require(args, "above 0", lambda value: value > 0, "initial_alpha_selection")
+    require(args, "above 0", lambda value: value > 0, "initial_alpha_selection", "initial_alpha_action")
 
 
 # Networks.
@@ -289,7 +291,7 @@ class Agent(nn.Module):
             self.q1 = Critic(obs_dim, act_dim, 1, args.hidden_dim)
             self.q2 = Critic(obs_dim, act_dim, 1, args.hidden_dim)
             self.log_alpha_selection = nn.Parameter(torch.full((), math.log(args.initial_alpha_selection)))
-            self.log_alpha_action = nn.Parameter(torch.zeros(()))
+            self.log_alpha_action = nn.Parameter(torch.full((), math.log(args.initial_alpha_action)))
         with torch.no_grad():
             self.selection.fc3.bias += math.log(args.initial_act_probability / (1 - args.initial_act_probability))
         self.q1_target = copy.deepcopy(self.q1).requires_grad_(False)

@@ -166,9 +166,11 @@ def test_settings_reach_the_scripts():
         assert sdar.selection_entropy_scale == 0.5
         assert sdar.entropy_in_target != persistent
         entropies = (sdar.act_prior, sdar.action_entropy, sdar.target_action_entropy)
-        start = (sdar.warmup_repeats, sdar.initial_act_probability, sdar.initial_alpha_selection)
+        alphas = (sdar.initial_alpha_selection, sdar.initial_alpha_action)
         assert entropies == ((0.2, "acting", -0.5) if persistent else (0.5, "surplus", -1))
-        assert start == (("one", 0.5, 1) if persistent else ("none", 0.9, 0.01))
+        assert alphas == ((1, 1) if persistent else (0.01, 0.01))
+        assert sdar.warmup_repeats == ("one" if persistent else "none")
+        assert sdar.initial_act_probability == (0.5 if persistent else 0.9)
         assert sdar.n_step == (4 if persistent else 1)
         skips = [args[f"{algo}_continuous_action", task].max_skip for algo in ("temporl", "ute")]
         assert skips == ([10, 4] if task.startswith("LunarLander") else [20, 20])

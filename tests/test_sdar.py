@@ -397,14 +397,13 @@ def test_where_values_do_not_care_beta_ends_at_its_prior(no_noise, action_entrop
 @pytest.mark.parametrize("selection", ["decoupled", "joint"])
 @pytest.mark.parametrize("probability", [0.5, 0.9])
 def test_beta_begins_where_it_is_told_to(probability, selection):
-    agent = make_agent(
-        initial_act_probability=probability, initial_alpha_selection=0.1, selection=selection, hidden_dim=64
-    )
+    start = {"initial_act_probability": probability, "initial_alpha_selection": 0.1, "initial_alpha_action": 0.2}
+    agent = make_agent(**start, selection=selection, hidden_dim=64)
     with torch.no_grad():
         act = torch.sigmoid(agent.selection(torch.randn(500, OBS), torch.rand(500, ACT) * 2 - 1))
     assert act.mean(0).tolist() == pytest.approx([probability] * agent.bits, abs=0.06)  # a random network's scatter
     assert agent.alpha_selection.item() == pytest.approx(0.1)
-    assert agent.alpha_action.item() == 1
+    assert agent.alpha_action.item() == pytest.approx(0.2)
 
 
 def test_undecided_is_the_share_of_bits_between_a_quarter_and_three():
@@ -442,8 +441,10 @@ def test_action_temperature_moves_the_right_way(log_std, grows):
         agent.policy.fc3.bias[ACT:] = log_std / 10 if log_std > 0 else log_std
     if not grows:  # std e^0.3 or so: about the widest that tanh leaves; its entropy is above -|A|
         agent.policy.fc3.bias.data[ACT:] = 0.55
+    before = agent.log_alpha_action.item()
     agent.update(make_batch(), step=2)
-    assert (agent.log_alpha_action.item() > 0) == grows
+    assert agent.log_alpha_action.item() != before
+    assert (agent.log_alpha_action.item() > before) == grows
 
 
 def test_rows_without_a_previous_action_do_not_teach_selection():
@@ -666,7 +667,8 @@ def test_bad_options_are_refused():
     for name, probability in itertools.product(("act_prior", "initial_act_probability"), (0.0, 1.0)):
         with pytest.raises(SystemExit, match=rf"--{name.replace('_', '-')} must be in \(0, 1\)"):
             sdar.check_args(sdar.Args(**{name: probability}))
-    with pytest.raises(SystemExit, match="--initial-alpha-selection must be above 0"):
-        sdar.check_args(sdar.Args(initial_alpha_selection=0.0))
+    for name in ("initial_alpha_selection", "initial_alpha_action"):
+        with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be above 0"):
+            sdar.check_args(sdar.Args(**{name: 0.0}))
     with pytest.raises(SystemExit, match="policy-frequency"):
         sdar.check_args(dataclasses.replace(sdar.Args(), policy_frequency=0))
